@@ -9,11 +9,12 @@ MOST = 0.5  # of a unit's rows: larger sets are not described
 
 
 def where(bad: Tensor, rows: Tensor | None, noun: str = "row") -> str | None:
-    """Returns in words which rows of a head are bad (bool [B, rows]): one row, several in
-    sequence or evenly spread ones, with the batch entry where all are in one. For other
-    rows, and for more than half of the rows, that batch entry alone; None where there is
-    none, or no bad row. `rows`: the positions of these rows in the call, None where all
-    are measured; `noun`: what a row is called."""
+    """Returns in words which rows of a head are bad (bool [B, rows]): `row 5`, `rows 64
+    to 99`, `every 64th row from 63`, and where all lie in one of several batch entries `
+    of batch entry 1`. For unevenly spread rows, and for more than half of the rows, only
+    `batch entry 1 alone`; None where they lie in several entries, or there is one entry.
+    None without a bad row. `rows`: the positions of these rows in the call, None where
+    all are measured; `noun`: what a row is called."""
     entries, of = bad.any(dim=1).nonzero().flatten().tolist(), bad.any(dim=0)
     alone = f"batch entry {entries[0]}" if len(bad) > len(entries) == 1 else ""
     at = of.nonzero().flatten() if rows is None else rows[of]
@@ -26,9 +27,10 @@ STRIDES = (128, 64, 32, 16)  # of rows: tiles
 
 
 def instances(bad: Tensor, rows: Tensor | None, noun: str = "row") -> tuple[str, ...]:
-    """Returns phrases for a head's bad rows that hold in calls of other lengths too: the
-    row's number, one row of every tile, all from some row on. `bad`: bool [B, rows];
-    empty where `rows` is not None (only some rows are measured), or no phrase holds."""
+    """Returns phrases for a head's bad rows that hold in calls of other lengths too: `row
+    5`, `every 64th row from 63`, `all rows from 64 on`. `bad`: bool [B, rows]; a row
+    counts that is bad in any batch entry. Empty where `rows` is not None (only some rows
+    are measured), and where no phrase holds."""
     of = bad.any(dim=0)
     at = of.nonzero().flatten()
     if rows is not None or not len(at):
@@ -54,8 +56,8 @@ def _every_nth(stride: int) -> str:
 
 def in_words(at: Tensor, noun: str = "row") -> str:
     """Returns places `at`, int64 [n], ascending and at least one, in words: `row 5`,
-    `rows 64 to 99`, `every 64th row from 63`; uneven places by their count, the first and
-    the last."""
+    `rows 64 to 99`, `every 64th row from 63`; uneven places, and two that are not
+    neighbours, as `3 rows, the first 2, the last 9`."""
     first, last, steps = int(at[0]), int(at[-1]), at.diff().unique().tolist()
     if steps in ([], [1]):
         return f"{noun}s {first} to {last}" if steps else f"{noun} {first}"

@@ -25,12 +25,16 @@ from numdev.tensor_specs import tensor_spec
 def elsewhere(
     x: Tensor, tensor: str, case: AttentionCase, rows: Tensor | None, fmt: Format
 ) -> list[Outside]:
-    """Returns for each head of a tensor `x` [B, H, rows, ...] how many elements are not
-    finite in all rows but `rows` (indices; None: no row is left out), and why it is
-    unknown where it is: the inputs are not finite, or a gradient may overflow.
+    """Returns for each head of a tensor `x` [B, H, rows, ...] an `Outside`: how many
+    elements are not finite in all rows but `rows`, and why more is unknown, or None.
+    Query rows that see no key do not count (out, lse, dq). Where the inputs are not
+    finite, each head has the count 0 and that reason. An infinite element of a gradient
+    is not counted where the exact gradient may overflow `fmt` too: the head's reason says
+    how many there are.
 
-    `case` has the heads of `x` and all its rows; `tensor` is out, lse, dq, dk or dv,
-    `fmt` the format of `x`. Left out are query rows that see no key."""
+    `rows`: indices that are not looked at; None: all rows are looked at. `case` has the
+    heads of `x` and all its rows, and for a gradient a grad_out. `tensor` is out, lse,
+    dq, dk or dv, `fmt` the format of `x`."""
     heads = x.shape[1]
     if not inputs_finite(case):
         return [Outside(0, "the inputs are not finite")] * heads
@@ -56,14 +60,15 @@ def elsewhere(
 
 
 def inputs_finite(case: AttentionCase) -> bool:
-    """Whether all inputs of a call are finite; -inf in an additive mask hides a key and
-    counts as finite."""
+    """Whether q, k, v and, where the call has them, an additive mask, sinks and grad_out
+    are finite; -inf in the mask hides a key and counts as finite."""
     return all_finite(_float_inputs(case).values())
 
 
 def nonfinite_inputs(case: AttentionCase) -> dict[str, int]:
-    """Returns by tensor of a call how many of its elements are NaN or infinite; those
-    without any are left out. -inf in an additive mask hides, and does not count."""
+    """Returns by name of a call's input (q, k, v, mask, sinks, grad_out) how many of its
+    elements are NaN or infinite; inputs that have none are left out. -inf in an additive
+    mask hides a key and does not count."""
     inputs = _float_inputs(case)
     if all_finite(inputs.values()):
         return {}
@@ -72,8 +77,9 @@ def nonfinite_inputs(case: AttentionCase) -> dict[str, int]:
 
 
 def overflowing_inputs(case: AttentionCase, formats: Iterable[Format]) -> dict[str, int]:
-    """Returns by format how many finite elements of a call's inputs it cannot hold;
-    formats that hold all are left out. NaN and infinity do not count. A mask does not
+    """Returns by the format's name how many finite elements of a call's inputs are beyond
+    its largest number, of all inputs together. Formats that hold all are left out; the
+    case's own and wider ones always do. NaN and infinity do not count. A mask does not
     overflow: it saturates (`AttentionCase.rounded_to`)."""
     narrower = [fmt for fmt in formats if fmt.largest < case.format.largest]
     if not narrower:
@@ -92,8 +98,9 @@ def overflowing_inputs(case: AttentionCase, formats: Iterable[Format]) -> dict[s
 
 
 def _float_inputs(case: AttentionCase) -> dict[str, Tensor]:
-    """Returns the floating-point inputs of a call by name, those it has; in an additive
-    mask -inf is replaced by the lowest number."""
+    """Returns the floating-point inputs of a call by name, those it has: q, k, v, mask,
+    sinks, grad_out. A bool mask is left out; in an additive mask -inf is replaced by the
+    lowest number of its dtype."""
     named = {n: getattr(case, n) for n in ("q", "k", "v", "mask", "sinks", "grad_out")}
     inputs = {n: x for n, x in named.items() if x is not None and x.dtype != torch.bool}
     if (mask := inputs.get("mask")) is not None:
@@ -103,14 +110,15 @@ def _float_inputs(case: AttentionCase) -> dict[str, Tensor]:
 
 def _gradient_bound(case: AttentionCase, tensor: str) -> Tensor:
     """Returns a bound on the elements of a gradient (dq, dk or dv) for each of its heads,
-    [H]: |dP - delta| <= 2 |dO_i| max |V_j| row by row, and a row of P sums to 1 at most
-    (a soft cap's slope is at most 1). The case must have grad_out."""
+    [H] or [kv_heads], over the batch: |dP - delta| <= 2 |dO_i| max |V_j| row by row, and
+    a row of P sums to 1 at most (a soft cap's slope is at most 1). The case must have
+    grad_out."""
     assert case.grad_out is not None
     q, k, v, dO = (x.double() for x in (case.q, case.k, case.v, case.grad_out))
 
     def by_kv_head(x: Tensor) -> Tensor:
-        """Returns the largest element for each kv head, [H_kv], of x [B, H, rows,
-        features] summed over rows and the query heads of a group."""
+        """Sums x [B, H, rows, features] over rows and over the query heads of a group.
+        Returns the largest sum for each kv head, [H_kv]."""
         sums = x.sum(dim=2).reshape(len(x), case.kv_heads, case.group, -1).sum(dim=2)
         return sums.amax(dim=(0, 2))
 

@@ -28,9 +28,13 @@ EQUAL, NEAR = 1e-12, 1e-3  # scores are equal within fp64's own rounding (times 
 
 
 def of_queries(case: AttentionCase, head: int, b: Tensor, i: Tensor) -> dict[str, Tensor]:
-    """Returns the fields of `report.WorstRow` that follow from the scores of rows i [n]
-    of batch entries b [n] in a query head, by name, fp64 [n] each; `sink` only for a call
-    with sinks. Most mean nothing for a row that sees no key."""
+    """Returns fields of `report.WorstRow` of rows i [n] of batch entries b [n] in a query
+    head, by name, fp64 [n] each. `sees`: how many keys the row sees; `position`: how many
+    of these lie before its own position; `tied`, `nearly_tied`: how many score as its
+    maximum does, or within 0.001 of it; `carriers`: the fewest keys that have CARRIED of
+    its probability; `max_probability`, `lse`, `first_key` (P of key 0), `entropy`,
+    `one_sign`; `sink` only for a call with sinks. In a row that sees no key `sees` is 0,
+    and most others are NaN or mean nothing."""
     part = case.restrict(heads=[head])
     in_batch_entry = (b, 0, torch.arange(len(b), device=b.device))
     S = _score_rows(part, i, slice(0, case.kv_len))[in_batch_entry]  # [n, kv_len]
@@ -67,9 +71,10 @@ def of_queries(case: AttentionCase, head: int, b: Tensor, i: Tensor) -> dict[str
 def of_keys(
     case: AttentionCase, head: int, b: Tensor, j: Tensor, lse: Tensor
 ) -> dict[str, Tensor]:
-    """Returns the fields of `report.WorstRow` of keys j [n] of batch entries b [n] in a
-    kv head, by name, fp64 [n] each, over all queries that read it. `lse` [B, H, q_len] is
-    the log-sum-exp of all query heads."""
+    """Returns fields of `report.WorstRow` of keys j [n] of batch entries b [n] in a kv
+    head, by name, fp64 [n] each, over all query heads and queries that read the key:
+    `sees` (how many see it), `position`, `carriers`, `max_probability`, `mass` (the sum
+    of its P). `lse` [B, H, q_len] is the log-sum-exp of all query heads."""
     heads = slice(head * case.group, (head + 1) * case.group)
     S = _score_rows(case.restrict(kv_heads=[head]), slice(0, case.q_len), j)
     S = S[b, :, :, torch.arange(len(b), device=b.device)]  # [n, group, q_len]
@@ -92,7 +97,7 @@ def of_keys(
 
 
 def _score_rows(case: AttentionCase, rows: Places, keys: Places) -> Tensor:
-    """Returns S [B, heads, rows, keys], fp64, of heads that read one kv head, -inf where
+    """Returns S [B, heads, rows, keys], fp64, of a case with a single kv head, -inf where
     hidden."""
     q, k = case.q[:, :, rows].detach().double(), case.k[:, :, keys].detach().double()
     return scores(case, (q @ k.mT).mul_(case.scale), rows, keys)
@@ -101,7 +106,7 @@ def _score_rows(case: AttentionCase, rows: Places, keys: Places) -> Tensor:
 def _mark_carriers(P: Tensor) -> Tensor:
     """Returns which probabilities of P [n, m] are the fewest that make up CARRIED of
     their row's sum, but for the rounding of sums, bool [n, m]: of ten equal ones nine, in
-    whatever order they are added up."""
+    whatever order they are added up. None of a row whose sum is 0."""
     largest, order = P.sort(dim=-1, descending=True, stable=True)
     before = largest.cumsum(dim=-1) - largest
     carry = before < CARRIED * (1 - EQUAL) * P.sum(dim=-1, keepdim=True)
@@ -109,7 +114,7 @@ def _mark_carriers(P: Tensor) -> Tensor:
 
 
 def _count_flags(flags: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns by name how many flags [n, m] are true in each row, fp64 [n], of all in one
-    sum. Needs at least one entry, all of one shape."""
+    """Returns by name how many flags [n, m] are true in each row, fp64 [n]. One sum
+    computes all. `flags`: at least one entry, all of one shape."""
     sums = torch.stack(list(flags.values())).sum(dim=-1, dtype=torch.float64)
     return dict(zip(flags, sums.unbind(), strict=True))

@@ -71,7 +71,7 @@ def worst_rows(
     r_i| over |term scale_i|; before all others come those with an element that is not
     finite where the exact one, rounded once, is. Left out are empty rows, rows without an
     error, and rows that repeat a worse one at the same place of another sequence.
-    `identity`: more fields of a report's row."""
+    `identity`: more fields of `report.WorstRow`."""
     spec = tensor_spec(tensor)
     errors = _measure_rows(output.detach().double(), y, predicted)
     order = errors.order
@@ -119,8 +119,8 @@ class RowErrors:
 
     @property
     def order(self) -> Tensor:
-        """Returns how bad each row is, the larger the worse; infinite where elements are
-        wrongly not finite."""
+        """Returns how bad each row is, the larger the worse: its `ratio`, infinite where
+        elements are wrongly not finite or the ratio is NaN."""
         infinite = (self.nonfinite > 0) | self.ratio.isnan()
         return torch.where(infinite, math.inf, self.ratio)
 
@@ -143,9 +143,10 @@ class RowErrors:
         return usual
 
     def columns(self, y: Yardstick, head: int, b: Tensor, i: Tensor) -> dict[str, Tensor]:
-        """Returns, of one head, the fields of `report.WorstRow` about the errors of rows
-        i [n] of batch entries b [n], by name, [n] each; `head` is the head's index in
-        `y`. NaN in rows without a usable element."""
+        """Returns, of one head, the fields `nonfinite`, `error`, `ratio` and
+        `cancellation` of `report.WorstRow`, of rows i [n] of batch entries b [n], by
+        name, [n] each; `head` is the head's index in `y`. All but `nonfinite` are NaN in
+        rows without a usable element."""
         usable = self.usable[b, i]
         without = ~usable.any(dim=-1)
         r, terms = (
@@ -161,9 +162,9 @@ class RowErrors:
 
 
 def _measure_rows(o: Tensor, y: Yardstick, predicted: Tensor | None) -> RowErrors:
-    """Returns the errors of all rows of an output `o` [B, heads, rows, features], fp64,
-    over elements that are finite in it and the prediction, if there is one (None:
-    relative to the size of terms)."""
+    """Returns the errors of all rows of an output `o` [B, heads, rows, features], fp64.
+    Elements that are not finite in it, or in the prediction, do not count. `ratio` is
+    relative to the prediction, or where that is None to the norm of the row's terms."""
     nonfinite = (y.usable & y.floor_finite & ~finite(o)).sum(dim=-1)
     usable = y.usable & finite(o)
     if predicted is not None:
@@ -194,9 +195,10 @@ def _split_by_row(columns: Mapping[str, Tensor]) -> list[dict[str, float | None]
 
 
 def _worst_places(order: Tensor, y: Yardstick, head: int, count: int) -> list[int]:
-    """Returns the places in [B, rows], flattened, of the `count` worst rows of a head, or
-    of all that err if there are fewer, the worst first. `order` [B, rows]: the larger the
-    worse; rows that repeat a worse one are left out. `head`: the head's index in `y`."""
+    """Returns the places in [B, rows], flattened, of the `count` worst rows of a head,
+    the worst first; fewer where fewer err. `order` [B, rows]: the larger the worse. Left
+    out is a row whose exact result is that of a worse row at the same place of another
+    batch entry. `head`: the head's index in `y`."""
     ranked = order.flatten().argsort(descending=True, stable=True)[: count * len(order)]
     ranked = ranked[order.flatten()[ranked] > 0]
     # A repeat has the exact result of a worse row, at the same place of another sequence.

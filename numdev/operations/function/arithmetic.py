@@ -103,11 +103,12 @@ Arguments = Sequence[object]
 
 
 class Arithmetic(EveryOperation):
-    """Rounds every operation; a float32 result errs by what its arithmetic errs too, a
-    normally distributed error added before it is rounded.
+    """Rounds every operation. A float32 result also errs by what its arithmetic errs: a
+    normally distributed error is added before the result is rounded.
 
     `noise` seeds that error; rounding is to nearest, or with `seed` stochastic. With
-    `is_narrow` what says float64 is float32."""
+    `is_narrow` a tensor that says float64 counts as float32. An object is for one run:
+    its generators go on."""
 
     def __init__(
         self, *, noise: int, seed: int | None = None, is_narrow: bool = False
@@ -123,9 +124,9 @@ class Arithmetic(EveryOperation):
         values: Tensor,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Returns an operator's fp64 values rounded to the format of `dtype`; before
-        that an error of the variance of `variance_of` is added to float32 ones, and one
-        of that of `_in_float64` to float64 ones."""
+        """Returns an operator's fp64 values rounded to the format of `dtype`. Before that
+        an error is added to float32 values, of the variance of `variance_of`, and to
+        float64 ones, of that of `_in_float64`. Complex results are rounded alone."""
         dtype = torch.float32 if self.is_narrow and dtype == torch.float64 else dtype
         fmt = None if dtype.is_complex else values_format(dtype)
         if fmt in (FLOAT32, FLOAT64) and values.numel():
@@ -142,9 +143,10 @@ class Arithmetic(EveryOperation):
     def _error(
         self, func: OpOverload, args: Arguments, values: Tensor, variance: Tensor
     ) -> Tensor:
-        """Returns normally distributed errors of a variance, each its own; of a batch
-        norm in training those that the elements of a channel share with its statistics:
-        its deviation's go along with the values, its mean's add the same everywhere."""
+        """Returns normally distributed errors of a variance, independent for each
+        element. A batch norm in training has two instead that all elements of a channel
+        share: its deviation's error goes along with the values, its mean's adds the same
+        everywhere."""
         if values.ndim < 2 or not _shares_statistics(func, args):
             return variance.sqrt() * self._drawn(values, values.shape)
         shape = [1, values.shape[1], *[1] * (values.ndim - 2)]
@@ -155,9 +157,10 @@ class Arithmetic(EveryOperation):
     def _of_what_cancels(
         self, func: OpOverload, args: Arguments, values: Tensor
     ) -> Tensor | float:
-        """Returns the float32 errors of the terms of a norm's or a softmax's gradient,
-        which may be far larger than what is left of them: each number's own in adding
-        them up, and those of the sums that its group shares. 0 for anything else."""
+        """Returns float32 errors, drawn at random, of a norm's or a softmax's gradient of
+        the input, whose terms may be far larger than what is left of them: each number's
+        own in adding its terms up, and those of the sums that a group shares. 0.0 for any
+        other result."""
         of = projection_of(func, args) if _is_of_input(args, values) else None
         if of is None:
             return 0.0
@@ -172,8 +175,8 @@ class Arithmetic(EveryOperation):
         return _finite(of.ungrouped(of.scale * (U * single + shared)))
 
     def _drawn(self, like: Tensor, shape: Sequence[int]) -> Tensor:
-        """Returns standard normal numbers of a shape and of the dtype and device of
-        `like`, the next ones of the device's generator."""
+        """Returns standard normal numbers of a shape, of the dtype and on the device of
+        `like`: the next ones of the generator that this object has for the device."""
         device = like.device
         if device not in self.normal:
             self.normal[device] = torch.Generator(device).manual_seed(self.noise)
@@ -207,15 +210,16 @@ def variance_of(func: OpOverload, args: Arguments, values: Tensor) -> Tensor | N
 
 
 def _is_of_input(args: Arguments, values: Tensor) -> bool:
-    """Whether a result of a gradient's operator is that of the input, and not that of a
-    weight: only it has the shape of what comes back, if that has several axes."""
+    """Whether a result of a gradient's operator is the gradient of the input, not of a
+    weight: it has the shape of what comes back, the first argument, and two axes or
+    more."""
     back = args[0]
     return isinstance(back, Tensor) and values.shape == back.shape and back.ndim > 1
 
 
 def _shares_statistics(func: OpOverload, args: Arguments) -> bool:
     """Whether an operator is a batch norm in training, or its gradient: all numbers of a
-    channel, thousands, have one mean and one deviation."""
+    channel, thousands of them, have one mean and one deviation."""
     if "batch_norm" not in func.overloadpacket.__name__:
         return False
     names = [parameter.name for parameter in func._schema.arguments]
@@ -225,8 +229,8 @@ def _shares_statistics(func: OpOverload, args: Arguments) -> bool:
 
 def _in_float64(in_float32: Tensor | None, values: Tensor) -> Tensor:
     """Returns the variance of an operator's error in float64 beside an exact result that
-    errs as much. `in_float32`: that of the same in float32, before it is rounded; None:
-    0. Whole numbers, infinities and NaN err in nothing."""
+    errs as much. `in_float32`: the variance of the same operator in float32, before
+    rounding; None: 0. It is 0 for whole numbers, infinities and NaN."""
     rounded = PER_STEP * FLOAT64.unit_roundoff**2 * values.square()
     if in_float32 is not None:
         rounded = rounded + in_float32 * (FLOAT64.unit_roundoff / U) ** 2
@@ -235,8 +239,8 @@ def _in_float64(in_float32: Tensor | None, values: Tensor) -> Tensor:
 
 def of_sum(result: Tensor, count: float | Tensor, squares: Tensor) -> Tensor:
     """Returns the variance of the float32 error of a sum of `count` terms (at least 1),
-    added one after another, whose squares add up to `squares`; 0 for a single term. The
-    module's docstring has the formula."""
+    added one after another, whose squares add up to `squares`: 0.18 u^2 (o^2 K / 3 + (S -
+    o^2 / K) K / 2) for the result o, K terms and their squares S. 0 for a single term."""
     along = result.square() * count / 3
     beside = (squares - result.square() / count).clamp_min(0) * count / 2
     variance: Tensor = PER_STEP * U**2 * (along + beside)
@@ -249,12 +253,11 @@ def _finite(variance: Tensor) -> Tensor:
 
 
 def _of_norm(func: OpOverload, args: Arguments, values: Tensor) -> Tensor:
-    """Returns the variance of the error of a result that divides by a sum over K
-    numbers, or takes their mean away; 0 without a floating-point argument. K is told
-    from the shapes: the largest argument's last axis, of a batch norm in training all
-    numbers of a channel, or where the result is smaller, how many of its elements go
-    into each element. Logarithms beyond LARGEST_LOGARITHM add nothing to the errors of
-    others."""
+    """Returns the variance of the error of a result that divides by a sum over K numbers,
+    or takes their mean away; 0 without a floating-point argument. K follows from the
+    shapes: the largest argument's last axis, of a batch norm in training all numbers of a
+    channel, or where the result is smaller, how many of its elements go into each
+    element. Logarithms beyond LARGEST_LOGARITHM add nothing to the errors of others."""
     is_logarithm = func.overloadpacket.__name__ in LOGARITHMS
     largest = max((x for x in args if is_floating(x)), key=_size, default=None)
     if largest is None:
@@ -329,8 +332,8 @@ def _along(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
 
 def _product(first: int) -> Callable[[OpOverload, Arguments, Tensor], Terms]:
     """Returns a function that returns the terms of a product of matrices or vectors.
-    `first`: the index of its left factor among the arguments, which the right one
-    follows; an addend before it is not among the terms."""
+    `first`: the index of the left factor among the operator's arguments; the right factor
+    is the next one. An addend before them is not among the terms."""
 
     def terms(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
         """Returns the terms of the product: as many as the left factor's last axis is
@@ -353,9 +356,10 @@ def _convolution(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
 
 
 def _convolution_backward(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
-    """Returns the terms of the gradient that has the shape of `values`: the input's,
-    else the weight's, else the bias's. `args`: the gradient that comes back, input,
-    weight, then the operator's others."""
+    """Returns the terms of one gradient of a convolution: of the input's where `values`
+    has the input's shape, else of the weight's where it has that one's, else of the
+    bias's. `args`: the gradient that comes back, input, weight, then the operator's
+    others."""
     back, x, weight = (cast(Tensor, widened(each)) for each in args[:3])
     which = 0 if values.shape == x.shape else 1 if values.shape == weight.shape else 2
     mask = [i == which for i in range(3)]
@@ -376,8 +380,8 @@ def _pooled(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
 
 def _spread(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
     """Returns the terms of the gradient of an operator that picks, repeats or
-    interpolates: what comes back to each place. Weights below 1 count as 1 in the
-    squares, which makes these too large."""
+    interpolates. The terms of a place are the numbers that come back to it. Weights below
+    1 count as 1 in the squares, which makes these too large."""
     back, *others = map(widened, args)
     back = cast(Tensor, back)
     count = func(torch.ones_like(back), *others)
@@ -385,9 +389,9 @@ def _spread(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
 
 
 def _averaged(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
-    """Returns the terms of the gradient of averages over windows: of each window that
-    has a place, what comes back divided by the window's elements, as many as all
-    together have on average."""
+    """Returns the terms of the gradient of averages over windows. A place has a term for
+    each window that contains it: what comes back for the window, divided by the number of
+    its elements. That number is taken as the same for all windows, the average one."""
     back, *others = map(widened, args)
     back, x = cast(Tensor, back), cast(Tensor, others[0])
     shares = func(torch.ones_like(back), *others)
@@ -396,8 +400,9 @@ def _averaged(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
 
 
 def _window(func: OpOverload, args: Arguments, x: Tensor, averages: Tensor) -> float:
-    """Returns of how many elements an average is: the window's, padding included; of an
-    adaptive operator the elements of the input `x` for each of the averages."""
+    """Returns how many elements an average is over: those of the window, padding
+    included; of an adaptive operator the elements of the input `x` for each element of
+    `averages`."""
     if "adaptive" in func.overloadpacket.__name__:
         return x.numel() / averages.numel()
     names = [parameter.name for parameter in func._schema.arguments]
@@ -407,8 +412,9 @@ def _window(func: OpOverload, args: Arguments, x: Tensor, averages: Tensor) -> f
 
 
 def _added_at(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
-    """Returns the terms of values that are added into places of a tensor: what was
-    there, and each one added there. `args`: the tensor, an axis, places, values."""
+    """Returns the terms of values that are added into places of a tensor: the number that
+    a place held, and each number that is added there. `args`: the tensor, an axis, the
+    places, the values added."""
     x, axis, places, added = map(widened, args[:4])
     x, added = cast(Tensor, x), cast(Tensor, added)
     count = func(torch.ones_like(x), axis, places, torch.ones_like(added))

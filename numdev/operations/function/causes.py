@@ -51,7 +51,7 @@ NEAR = 1.3  # times less of the error: from there on it is compared rounded too
 
 @dataclass(frozen=True, kw_only=True)
 class OtherFunction:
-    """What explains an output better than its reference does."""
+    """A function that explains an output better than its reference does."""
 
     words: str  # a clause: `the last 32 of 1024 places of axis 1 of x are left out`
     cut: float  # how many times less is left of the error, rounded as the output is
@@ -68,10 +68,11 @@ class Wrong:
     format: Format
 
     def left_by(self, other: Tensor | None) -> tuple[float, float]:
-        """Returns the rms error that an exact alternative leaves of the output, and what
-        it leaves where it is rounded once as the output is, if that is less; both over
-        elements that are finite in output and truth. Both are infinite for None, for
-        another shape, and for an alternative that is not finite in these elements."""
+        """Returns two rms errors that an exact alternative leaves of the output, over
+        elements that are finite in output and truth: as it is, and the lesser of that and
+        of the alternative rounded once as the output is. The rounded one is tried only
+        where the first is promising. Both are infinite for None, for another shape, and
+        for an alternative that is not finite in one of these elements."""
         if other is None or other.shape != self.truth.shape:
             return math.inf, math.inf
         usable = self.truth.isfinite() & self.values.isfinite()
@@ -92,21 +93,24 @@ class Wrong:
     @property
     def effective(self) -> float:
         """Returns how many numbers the error is of, in effect: (sum e^2)^2 / sum e^4; 0
-        without an error."""
+        without an error. Elements that are not finite do not count."""
         usable = self.truth.isfinite() & self.values.isfinite()
         square = torch.where(usable, self.values - self.truth, 0.0).square()
         fourth = float(square.square().sum())
         return float(square.sum()) ** 2 / fourth if fourth else 0.0
 
     def left_by_rounding(self) -> float:
-        """Returns the rms error of the exact values rounded once."""
+        """Returns the rms error of the exact values rounded once, over elements that are
+        finite in output and truth; 0 without any."""
         usable = self.truth.isfinite() & self.values.isfinite()
         error = round_to(self.truth, self.format) - self.truth
         return math.sqrt(float(error[usable].square().sum()) / max(1, int(usable.sum())))
 
 
 class Search:
-    """The best explanation of each output so far."""
+    """The search for what explains each output, and the best explanation so far. Outputs
+    of integers, of another shape than the reference's, of fewer than LEAST_NUMBERS
+    numbers, and in which fewer than LEAST_ERRING numbers err, are left out."""
 
     def __init__(
         self, reference: FunctionReference, outputs: Mapping[str, Tensor]
@@ -144,25 +148,27 @@ class Search:
         return time.process_time() > self.until
 
     def spend(self) -> bool:
-        """Whether one more run may be made, which is then counted."""
+        """Counts one more run, and returns whether it may be made: runs are left, and
+        SECONDS of CPU are not over."""
         self.tries -= 1
         return self.tries >= 0 and not self.is_late
 
     @property
     def is_over(self) -> bool:
         """Whether nothing better can come: no runs are left, SECONDS of CPU are over, or
-        of every output no more is left than its own rounding leaves."""
+        of each output no more error is left than its own rounding makes."""
         is_explained = len(self.explained) == len(self.wrong)
         return self.tries <= 0 or is_explained or self.is_late
 
     def consider(
         self, name: str, words: str, other: Tensor | None, *, is_effect: bool = False
     ) -> None:
-        """Takes an alternative to an output where it leaves at most a tenth of the rms
-        error, and clearly less than the one before, or not clearly more where that is an
-        effect and this is none. An output without an error has no explanation. Sets
-        `best`, `explained` and `effects`. None, another shape and what is not finite are
-        no alternative."""
+        """Takes an alternative to the output `name` as its best explanation where it
+        leaves at most a tenth of the rms error, and CLEARLY less than the best so far.
+        Where the best so far may be another function's effect (`is_effect`), an
+        alternative that is none may leave a little more. An output without an error has
+        no explanation. Sets `best`, `explained` and `effects`. None, another shape and an
+        alternative that is not finite change nothing."""
         error = self.errors[name]
         left, rounded = self.wrong[name].left_by(other)
         if not error or not math.isfinite(left):
@@ -179,13 +185,15 @@ class Search:
         self.best[name] = OtherFunction(words=words, cut=cut, share=share)
 
     def consider_all(self, words: str, values: Values) -> None:
-        """Takes an alternative to every output that `values` have."""
+        """Takes the tensors of `values`, by name, as alternatives to the outputs; outputs
+        that are not in `values` stay as they are."""
         for name in self.wrong:
             self.consider(name, words, values.get(name))
 
     def run(self, other: OtherReference) -> None:
-        """Computes another function and takes its results as alternatives. Where it
-        raises an exception, that is noted in `raised`."""
+        """Computes another function and takes its results as alternatives to the outputs.
+        Where it raises an exception, nothing is taken, and `raised` notes which function
+        and why."""
         try:
             results = other.results()
         except Exception as error:  # the reference is foreign, and this no run of its own
@@ -194,8 +202,9 @@ class Search:
         self.consider_all(other.words, results)
 
     def fit(self, number: NumberInUse) -> None:
-        """Takes the number that explains an output best in place of one of the
-        reference's, where another one is promising."""
+        """Fits a number of the reference to each output. Where another number leaves
+        PROMISING times less of an output's error, the results with it are taken as
+        alternatives to all outputs."""
         for name, wrong in self.wrong.items():
             error = self.errors[name]
 
@@ -211,14 +220,14 @@ class Search:
 def causes_of(
     reference: FunctionReference, outputs: Mapping[str, Tensor], earlier: Values
 ) -> dict[str, OtherFunction]:
-    """Returns the function that explains each output best, by the output's name; outputs
-    that none explains are left out, those of fewer than LEAST_NUMBERS numbers, and those
-    in which fewer than LEAST_ERRING numbers err. To explain one it must leave at most a
-    tenth of its rms error. `outputs`: an implementation's, of the shapes of the
-    reference's; `earlier`: the exact results of a call before, may be empty. Runs the
-    reference many times, for at most SECONDS of CPU. Raises MeasurementError where
-    nothing explains any output and the search ended early, or could not compute some
-    functions; and what the reference raises on the call's own arguments."""
+    """Returns the function that explains each output best, by the output's name. A
+    function explains an output of which it leaves at most a tenth of the rms error.
+    Outputs that none explains are left out, and so are those that `Search` leaves out.
+    `outputs`: an implementation's, with names of the reference's; `earlier`: the exact
+    results of a call before, which may be empty. Runs the reference many times, for at
+    most SECONDS of CPU. Raises MeasurementError where nothing explains any output and the
+    search ended early, or could not compute some functions; and what the reference raises
+    on the call's own arguments."""
     search = Search(reference, outputs)
     for other in simplest_references(reference):
         if not search.is_late:

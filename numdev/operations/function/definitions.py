@@ -40,21 +40,23 @@ class _Loose(BaseModel):
 
 
 class DefinedAxis(_Loose):
-    """An axis: of `value` places, or where that is None, of as many as a call has."""
+    """An axis: of `value` places; None: of as many as a call has."""
 
     type: str
     value: int | None = None
 
 
 class TensorForm(_Loose):
-    """A tensor by the names of its axes; a scalar where `shape` is None."""
+    """A tensor by the names of its axes and of its dtype; a scalar where `shape` is
+    None."""
 
     shape: tuple[str, ...] | None
     dtype: str
 
 
 class Definition(_Loose):
-    """A definition file."""
+    """A definition file: axes, inputs and outputs by name, and the source of the
+    reference."""
 
     name: str
     axes: dict[str, DefinedAxis]
@@ -68,9 +70,10 @@ class Definition(_Loose):
         return [name for name, axis in self.axes.items() if axis.value is None]
 
     def sizes(self, chosen: Mapping[str, int]) -> dict[str, int]:
-        """Returns the size of each axis: of variable ones `chosen`, or one of SIZES in
-        turn, then of constant ones. Raises UsageError for a chosen axis that is constant
-        or none."""
+        """Returns the size of each axis by name: of a variable axis the one in `chosen`,
+        or else one of SIZES in turn; of a constant axis its value. Raises UsageError
+        where `chosen` names a constant axis, or none of the definition's. A size is not
+        checked, and may be 0."""
         for name in chosen:
             if name not in self.variable:
                 axes = ", ".join(self.variable)
@@ -81,14 +84,15 @@ class Definition(_Loose):
 
 
 class SolutionFile(_Loose):
-    """A file of a solution."""
+    """One source file of a solution, by its path in the solution."""
 
     path: str
     content: str
 
 
 class BuildForm(_Loose):
-    """How a solution is run."""
+    """How a solution is run: its language, its entry point `FILE::NAME`, and whether it
+    writes into memory that it gets for its outputs."""
 
     language: str
     entry_point: str
@@ -103,9 +107,11 @@ class Solution(_Loose):
     sources: tuple[SolutionFile, ...]
 
     def unpacked(self, folder: Path) -> str:
-        """Writes the sources into a folder and returns the target `FILE.py:NAME` of the
-        entry point. Raises UsageError for a language that needs a build, a path outside
-        the folder, and an entry point that is none."""
+        """Writes the sources into a folder, which is there, and returns the target
+        `FILE.py:NAME` of the entry point. Raises UsageError for a language that needs a
+        build, a path outside the folder, and an entry point that is not `FILE::NAME` of a
+        source; OSError where a source cannot be written, as where its path is a
+        folder's."""
         if self.spec.language not in PYTHON:
             raise UsageError(
                 f"solution {self.name}: expected python or triton, got "
@@ -131,7 +137,7 @@ class Solution(_Loose):
 @dataclass(frozen=True, kw_only=True)
 class DefinitionSurroundings(Surroundings):
     """What a solution finds around it: it is called with inputs in order, and with
-    `passes_outputs` with memory for the outputs after them."""
+    `passes_outputs` with memory for the outputs after the inputs."""
 
     definition: Definition
     passes_outputs: bool = False
@@ -139,7 +145,9 @@ class DefinitionSurroundings(Surroundings):
     def function_at(self, target: str) -> Callable[..., object]:
         """Returns the solution's function, which takes its inputs by place or name and
         returns its outputs by name, whether it returns them or writes into memory that it
-        gets. Raises UsageError where it cannot be imported."""
+        gets. Raises UsageError where the file cannot be imported or lacks the function.
+        The returned function raises what the solution raises, and KeyError as
+        `memory`."""
         function = super().function_at(target)
 
         def call(*arguments: object, **named: object) -> object:
@@ -153,8 +161,10 @@ class DefinitionSurroundings(Surroundings):
         return call
 
     def memory(self, inputs: Sequence[object]) -> list[Tensor]:
-        """Returns memory for the outputs of a call, filled with NaN, of integers with
-        the largest. Raises ValueError for an axis that no input has."""
+        """Returns memory for the outputs of a call, in the definition's order, filled
+        with NaN, of integers with the largest. It is on the device of the first tensor
+        among the inputs. Raises KeyError for a variable axis that no input has,
+        UsageError for a dtype that PyTorch lacks, TypeError for a complex one."""
         sizes = axes_of(self.definition, inputs)
         tensors = (x for x in inputs if isinstance(x, Tensor))
         device = next((x.device for x in tensors), torch.device("cpu"))
@@ -165,8 +175,9 @@ class DefinitionSurroundings(Surroundings):
 
 
 def read_definition(path: Path) -> Definition:
-    """Reads a definition file. Raises UsageError for a file that is none, an axis of a
-    tensor that it does not define, and a constant one that is not positive."""
+    """Reads a definition file. Raises UsageError for a file that cannot be read or is
+    none, a tensor with an axis that is not among the definition's, and a constant axis
+    below 1."""
     definition = _read(path, Definition)
     for axis_name, axis in definition.axes.items():
         if axis.value is not None and axis.value < 1:
@@ -182,13 +193,14 @@ def read_definition(path: Path) -> Definition:
 
 
 def read_solution(path: Path) -> Solution:
-    """Reads a solution file. Raises UsageError for a file that is none."""
+    """Reads a solution file. Raises UsageError for a file that cannot be read or is
+    none."""
     return _read(path, Solution)
 
 
 def _read(path: Path, record: type[R]) -> R:
-    """Returns the record in a JSON file. Raises UsageError for a file that cannot be read
-    or holds none."""
+    """Returns the record in a JSON file. Raises UsageError for a file that cannot be
+    read, or does not hold such a record."""
     try:
         return record.model_validate_json(path.read_bytes())
     except OSError as error:
@@ -201,8 +213,8 @@ def _read(path: Path, record: type[R]) -> R:
 
 
 def reference_of(definition: Definition, folder: Path) -> str:
-    """Writes the source of a definition's reference into a folder and returns its target
-    `FILE.py:run`."""
+    """Writes the source of a definition's reference into a folder, as REFERENCE_FILE, and
+    returns its target `FILE.py:run`."""
     file = folder / REFERENCE_FILE
     file.write_text(definition.reference)
     return f"{file}:{RUN}"
@@ -211,15 +223,17 @@ def reference_of(definition: Definition, folder: Path) -> str:
 def in_order(
     definition: Definition, arguments: Sequence[object], named: Mapping[str, object]
 ) -> list[object]:
-    """Returns the inputs of a call in the definition's order: `arguments`, then `named`
-    ones. Nothing is checked: what is missing or unknown by name is left out."""
+    """Returns the inputs of a call: `arguments` as they are, then the `named` ones in the
+    definition's order. Nothing is checked: what is missing, or not an input of the
+    definition, is left out."""
     return [*arguments, *(named[name] for name in definition.inputs if name in named)]
 
 
 def by_name(definition: Definition, returned: object) -> dict[str, object]:
-    """Returns what a function returned by the names of the outputs: a mapping as it is,
-    a tuple or list in order, anything else as the only one. Outputs beyond the
-    definition's get their places as names."""
+    """Returns what a function returned, by the names of the outputs: a mapping as it is,
+    with its keys as text; a tuple or list in order; anything else as the only output.
+    Outputs beyond the definition's have their places as names (`2`); missing ones are
+    left out."""
     if isinstance(returned, Mapping):
         return {str(name): x for name, x in returned.items()}
     every = list(returned) if isinstance(returned, tuple | list) else [returned]
@@ -228,8 +242,9 @@ def by_name(definition: Definition, returned: object) -> dict[str, object]:
 
 
 def axes_of(definition: Definition, inputs: Sequence[object]) -> dict[str, int]:
-    """Returns the sizes of all axes in a call's inputs, given in order. An axis that none
-    has is left out."""
+    """Returns the sizes of the axes by name: constant ones, and those of a call's inputs,
+    which are in the definition's order. A variable axis that no input has is left out. Of
+    an axis with several sizes the last input's counts."""
     sizes = {n: axis.value for n, axis in definition.axes.items() if axis.value}
     for form, x in zip(definition.inputs.values(), inputs, strict=False):
         if form.shape is not None and isinstance(x, Tensor):
@@ -239,7 +254,8 @@ def axes_of(definition: Definition, inputs: Sequence[object]) -> dict[str, int]:
 
 def _unwritten(shape: Sequence[int], form: TensorForm, device: torch.device) -> Tensor:
     """Returns memory for an output, filled with NaN, of integers with the largest, of
-    bools with True."""
+    bools with True. Raises UsageError for a dtype that PyTorch lacks, TypeError for a
+    complex one."""
     x = torch.empty(tuple(shape), dtype=_dtype(form), device=device)
     if x.dtype.is_floating_point:
         return x.fill_(torch.nan)
@@ -260,22 +276,26 @@ def _dtype(form: TensorForm) -> torch.dtype:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One call of a definition: sizes of its axes, and the inputs that are no random
-    numbers."""
+    """One call of a definition: sizes of its axes, and by name the inputs that are no
+    random numbers."""
 
     axes: Mapping[str, int]
     values: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
-        """Returns the sizes of the variable axes as text, else `call`."""
+        """Returns the sizes of the workload's axes as text, `M=64, N=32`; `inputs`
+        without axes."""
         return ", ".join(f"{name}={n}" for name, n in self.axes.items()) or "inputs"
 
 
 def workloads_of(path: Path, definition: Definition) -> list[Workload]:
-    """Returns the calls in a file of workloads, JSON line by line; tensors of safetensors
-    files are read from their paths beside the file or in a folder above it. Raises
-    UsageError for a line that is none, a file that is not there, and no line."""
+    """Returns the calls in a file of workloads, one JSON object in a line; empty lines
+    are passed over. Tensors in safetensors files are read from their paths beside the
+    file or in a folder above it. Raises UsageError for a line that is no workload, a
+    safetensors file that is not there, and a file without a line; OSError where `path`
+    cannot be read, UnicodeDecodeError where it is no text, SafetensorError as
+    `_given_value`."""
     calls: list[Workload] = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if not line.strip():
@@ -299,7 +319,8 @@ def workloads_of(path: Path, definition: Definition) -> list[Workload]:
 
 def _given_value(entry: Mapping[str, object], path: Path) -> object:
     """Returns the number or the tensor that an input of a workload names. Raises
-    UsageError for a file that is not there."""
+    UsageError for a safetensors file that is not there, KeyError for an entry that lacks
+    a key, SafetensorError for a file that is none and for a tensor that it lacks."""
     if entry["type"] == "scalar":
         return entry["value"]
     from safetensors import safe_open
@@ -315,9 +336,11 @@ def _given_value(entry: Mapping[str, object], path: Path) -> object:
 def calls_of_workloads(
     definition: Definition, workloads: Sequence[Workload], device: str
 ) -> Make:
-    """Returns a function that makes the calls of a seed, one for each workload: real
-    floating-point inputs that a workload does not give are normal numbers. That function
-    raises UsageError for another input that a workload does not give."""
+    """Returns a function that makes the calls of a seed, one for each workload. A real
+    floating-point input that a workload lacks is normal numbers of the seed. The function
+    raises UsageError where a workload lacks an integer or a scalar, and where it names an
+    axis that is not variable; it raises RuntimeError for a size below 0 or beyond
+    memory."""
 
     def make(seed: int) -> list[Arguments]:
         """Returns the calls of a seed."""
@@ -336,9 +359,11 @@ def calls_of_workloads(
 def _inputs(
     definition: Definition, call: Workload, generator: torch.Generator, device: str
 ) -> Iterator[object]:
-    """Yields the inputs of a call in the definition's order: what the workload gives,
-    else normally distributed numbers of its axes' sizes. Raises UsageError for an integer
-    or a scalar that the workload does not give."""
+    """Yields the inputs of a call in the definition's order: the workload's own, or else
+    normal numbers of its axes' sizes, drawn from `generator`. Tensors are on `device`.
+    Raises UsageError for an integer or a scalar that the workload lacks, an axis that is
+    not variable, and a dtype that PyTorch lacks; RuntimeError for a size below 0 or
+    beyond memory."""
     sizes = definition.sizes(call.axes)
     for name, form in definition.inputs.items():
         value = call.values.get(name)

@@ -30,8 +30,7 @@ SHARE = 16  # of an axis, that is cut
 
 @dataclass(frozen=True)
 class WrongFunction:
-    """A change of the argument named `of_input`, or where that is None, of the
-    outputs."""
+    """A change of the argument named `of_input`; None: of the outputs."""
 
     words: str  # a clause to follow the function's name
     change: Change
@@ -39,7 +38,7 @@ class WrongFunction:
 
     def applied(self, arguments: Arguments) -> Arguments:
         """Returns the arguments with the one named `of_input` changed, and the others as
-        they are; all as they are where it is None or names none of them."""
+        they are. Nothing changes where `of_input` is None or names no argument."""
 
         def change(name: str, x: Tensor) -> Tensor:
             """Returns the changed tensor where it is the one named, else `x` itself."""
@@ -49,10 +48,10 @@ class WrongFunction:
 
 
 def faults_of_inputs(arguments: Arguments) -> Iterator[WrongFunction]:
-    """Yields the changes of each real floating-point argument that is not empty: filled
-    with 0 and with 1 (where it is not that already), its last part set to 0 along each
-    axis of at least two places, transposed (where its last two axes are of one size
-    above 1), and rounded to a coarser format, if its dtype has one."""
+    """Yields the changes of each real floating-point argument that is not empty. It is
+    filled with 0 and with 1 (unless it is that already); its last places along each axis
+    are set to 0, for each count of `cuts_of`; it is transposed, where its last two axes
+    are of one size above 1; it is rounded to a coarser format, if its dtype has one."""
     for name, x in arguments.leaves().items():
         if not x.is_floating_point() or not x.numel():
             continue
@@ -79,8 +78,9 @@ def read_in(x: Tensor, fmt: Format) -> Tensor:
 
 
 def faults_of_outputs() -> Iterator[WrongFunction]:
-    """Yields the changes of an output of any shape, floating-point, each a function of
-    the tensor that does not change it in place."""
+    """Yields eight changes of a floating-point output of any shape, each with a function
+    of the tensor that returns a new one: 0, a half, times 1.01, negated, averaged, the
+    last row stale, rows shifted, the last block 0."""
 
     yield WrongFunction("it is 0", torch.zeros_like)
     yield WrongFunction("it is one half of it", lambda x: x / 2)
@@ -107,7 +107,8 @@ def cuts_of(size: int) -> list[int]:
 
 
 def without_last(x: Tensor, axis: int, last: int) -> Tensor:
-    """Returns a copy whose `last` last places along an axis are 0."""
+    """Returns a copy whose `last` last places along an axis are 0. `last`: at most the
+    axis's size; `x`: no scalar."""
     changed = x.clone()
     changed.narrow(axis, x.shape[axis] - last, last).zero_()
     return changed
@@ -128,7 +129,8 @@ def transposed(x: Tensor) -> Tensor:
 
 def mean_along_last(x: Tensor) -> Tensor:
     """Returns a tensor of the same shape with the mean along the last axis in place of
-    each element; 0 for a finite scalar. Raises RuntimeError for integers."""
+    each element; of a scalar 0 (NaN where it is not finite). Raises RuntimeError for
+    integers of one axis or more."""
     return x.mean(dim=-1, keepdim=True).expand_as(x).clone() if x.ndim else x * 0
 
 

@@ -2,8 +2,8 @@
 
 An input is an argument, or a parameter or buffer of a module. It alone gets other
 numbers; where the exact result then moves by little beside what rounding explains, a
-function that reads that input wrong, or not at all, would pass. So with numbers that
-the reference computes with, as an eps. Other numbers are those
+function that reads that input wrong, or not at all, would pass. The same is asked of
+numbers that the reference computes with, as an eps. Other numbers of an input are those
 of other data, else its own elements in another order, else, of one number repeated,
 itself times 1/2 to 3/2. Of an input that is all 0 or all 1 and has no other data nothing
 is computed: code that leaves it out returns the same."""
@@ -49,11 +49,11 @@ class Influence(NamedTuple):
 
 
 def influences_of(call: FunctionCall, names: Sequence[str] = ()) -> Iterator[Influence]:
-    """Yields the influence of each input of a call, in their order; of those in `names`,
-    if there are any. An empty input, and memory for an output, have none and are left
-    out. Of large inputs only the first are tried; the others, and those without other
-    numbers, have a reason. Raises what the reference raises on the call's own
-    arguments."""
+    """Yields the influence of each input of a call, in their order. `names`: of these
+    alone; empty: of all. An empty input, and memory for an output, are left out. Where
+    inputs are large only the first are tried (LEAST_TRIED at least). For an input that
+    has no other numbers `moved` is None, or 0 where it is all 0 or all 1. `why` says why
+    `moved` is None. Raises what the reference raises on the call's own arguments."""
     inputs = call.draws[0].inputs
     size = sum(x.numel() for x in inputs.values())
     tries = max(LEAST_TRIED, WORK // max(size, 1))
@@ -78,9 +78,11 @@ def influences_of_numbers(
     call: FunctionCall, names: Sequence[str] = ()
 ) -> Iterator[Influence]:
     """Yields the influence of each number that the reference computes with (an eps, a
-    bound), tenfold where it may be an eps, else doubled (`eps 1e-06 as 1e-05`); of those
-    in `names`, if there are any. Numbers above LARGEST_NUMBER, which stand for infinity,
-    are left out. Raises what the reference raises on the call's own arguments."""
+    bound), tenfold where it may be an eps, else doubled. Its name has both: `eps 1e-06 as
+    1e-05`. `names`: of these names alone; empty: of all. Numbers above LARGEST_NUMBER,
+    which stand for infinity, are left out; nothing where inputs have more than
+    LARGEST_INPUTS numbers. Raises what the reference raises on the call's own
+    arguments."""
     if sum(x.numel() for x in call.draws[0].inputs.values()) > LARGEST_INPUTS:
         return
     by_draw = [list(numbers_of(draw)) for draw in call.draws]
@@ -99,8 +101,10 @@ def influences_of_numbers(
 
 
 def _other_values(call: FunctionCall, name: str, draw: int) -> Tensor | None:
-    """Returns other numbers for an input of a draw, of its shape and dtype; None where
-    it is all 0 or all 1, or one integer repeated, and other data have none."""
+    """Returns other numbers for an input of a draw, of its shape and dtype: those of
+    other data, else its elements in another order, else, of one floating-point number
+    repeated, itself times 1/2 to 3/2. None where it is all 0 or all 1, or one integer
+    repeated, and other data have none."""
     x = call.draws[draw].inputs[name]
     if draw < len(call.others):
         other = call.others[draw].leaves().get(name)
@@ -118,14 +122,14 @@ def _other_values(call: FunctionCall, name: str, draw: int) -> Tensor | None:
 
 
 def _is_trivial(x: Tensor) -> bool:
-    """Whether a tensor is 0 everywhere, or 1."""
+    """Whether a tensor is 0 everywhere, or 1 everywhere."""
     return any(bool((x == value).all()) for value in TRIVIAL)
 
 
 def _measured(call: FunctionCall, name: str, others: Sequence[Tensor]) -> Influence:
     """Returns the influence of an input. `others`: other numbers for it, one tensor for
-    each draw. Only outputs, and what is written, count: what moves no output may still
-    move a gradient, for which the reference is run once more."""
+    each draw. Gradients count only where outputs and written arguments move by less than
+    LEAST_MOVED and no integer changes; the reference is run once more for them."""
     for backward in dict.fromkeys((False, call.draws[0].backward)):
         results = [
             _exact_with(draw, name, other, backward=backward)
@@ -140,10 +144,11 @@ def _measured(call: FunctionCall, name: str, others: Sequence[Tensor]) -> Influe
 
 
 def _largest(call: FunctionCall, name: str, results: Sequence[Values]) -> Influence:
-    """Returns the influence of an input, from the exact results of all draws with other
-    numbers in its place; `moved` is None where one of them is empty, and 0 where no
-    tensor of floats can be compared. Integers are counted in `changed`. An element that
-    is finite no more is moved as far as can be."""
+    """Returns the influence of an input on the tensor that moves most, from the exact
+    results of all draws with other numbers in its place. `moved` is None where one of the
+    results is empty, and 0 where no tensor of floats can be compared. Integers that
+    differ are counted in `changed`. A tensor of another shape, or with an element that is
+    not finite any more, moves by INFINITE."""
     if not all(results):
         return Influence(name, None, why=RAISES)
     moved: dict[str, float] = {}
@@ -166,8 +171,9 @@ def _largest(call: FunctionCall, name: str, results: Sequence[Values]) -> Influe
 def _exact_with(
     reference: FunctionReference, name: str, other: Tensor, *, backward: bool
 ) -> Values:
-    """Returns the exact results, by name, with other numbers in an input's place; empty
-    where the reference raises. Without `backward` gradients are left out."""
+    """Returns the exact results, by name, with the numbers `other` in place of the input
+    `name`, an argument or a parameter; empty where the reference raises. Without
+    `backward` gradients are left out."""
     arguments = reference.arguments
     if name in arguments.leaves():
         arguments = arguments.mapped(lambda each, x: other if each == name else x)
@@ -181,8 +187,9 @@ def _exact_with(
 def _with_parameter(
     function: Callable[..., object], name: str, other: Tensor
 ) -> Callable[..., object]:
-    """Returns a module, or its `forward` as `function` is, with other numbers in a
-    parameter or buffer, in a copy."""
+    """Returns a copy of a module, or the copy's `forward` where `function` is no module
+    itself, with `other` in the parameter or buffer `name`. `function`: a module or its
+    method."""
     module = copy.deepcopy(module_of_function(function))
     assert module is not None
     with torch.no_grad():

@@ -32,13 +32,14 @@ def calls_of(
     shapes: str = "",
 ) -> Make:
     """Returns a function that makes the calls of a seed. `source`: a function of inputs,
-    as in `_from_function`; the path of a safetensors file of named arguments, the same
-    single call for every seed; None: one call of normal float32 numbers in the shapes
-    `x=256x1024,w=1024`, named as parameters of `function` (a file's names are not
-    checked). `function` gives the arguments in order their names. Raises UsageError for
-    both of them, another path, a file that cannot be read, and without `source` for wrong
-    or no shapes; the function that is returned raises it for a function of inputs that
-    raises, or needs several arguments."""
+    as in `_from_function`; or the path of a safetensors file of named arguments, which
+    are the same single call for every seed; None: one call of normal float32 numbers in
+    `shapes` (`x=256x1024,w=1024`), whose names must be parameters of `function`. A file's
+    names are not checked. Positional arguments get the names of the parameters of
+    `function`. Raises UsageError for a source and shapes together, another path, a file
+    that cannot be read, and without a source for wrong or no shapes. The function that is
+    returned raises UsageError for a function of inputs that raises, needs several
+    arguments or returns none of these."""
     if source is not None and shapes:
         raise UsageError(
             "inputs: expected a function, a file or shapes, got two of these"
@@ -67,8 +68,8 @@ def calls_of(
 
 
 def _check_names(names: Iterable[str], function: Callable[..., object]) -> None:
-    """Raises UsageError for a name that is no parameter of a function; for none where its
-    signature cannot be read, or it takes any name."""
+    """Raises UsageError for the first name that is no parameter of a function. Every name
+    passes where its signature cannot be read, or where it takes any (`**kwargs`)."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -85,9 +86,9 @@ def _check_names(names: Iterable[str], function: Callable[..., object]) -> None:
 
 
 def parsed_shapes(text: str) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes by name in `x=256x1024,w=1024`; `x=` is a single number, of the
-    shape (). Raises UsageError for a part of another form, for two shapes of one name,
-    and where there is no shape."""
+    """Returns the shapes by name in `x=256x1024,w=1024`; `x=` is the shape () of a single
+    number, and a size may be 0. Raises UsageError for a part of another form, for two
+    shapes of one name, and where there is no shape."""
     sizes: dict[str, tuple[int, ...]] = {}
     for part in filter(None, text.split(",")):
         match = SHAPE.fullmatch(part)
@@ -125,10 +126,11 @@ def _from_function(
     make: Callable[..., object], function: Callable[..., object], seed: int
 ) -> list[Arguments]:
     """Returns the calls that a function of inputs gives for a seed: several for a list of
-    tuples, else one, also for an empty list. It gets the seed as its parameter `seed` or
-    its only one without a default, and PyTorch's generators seeded; these are as before
-    afterwards, on CUDA only where it was in use. Raises UsageError where it raises an
-    exception, needs several arguments, or returns what cannot be arguments."""
+    tuples, else one, also for an empty list. The function gets the seed as its parameter
+    `seed`, or as its only one without a default. PyTorch's generators are seeded for it
+    and restored afterwards, those of CUDA only where CUDA was in use. Raises UsageError
+    where the function raises an exception or SystemExit, needs several arguments, or
+    returns None, a text, bytes or an iterator."""
     with torch.random.fork_rng(devices=_devices()):
         torch.manual_seed(seed)
         arguments = _seed_for(make, seed)
@@ -154,10 +156,10 @@ def _devices() -> Sequence[int]:
 
 
 def _seed_for(make: Callable[..., object], seed: int) -> dict[str, int]:
-    """Returns the keyword arguments that hand a seed to `make`: for its parameter
-    `seed`, else for its only one without a default; empty where all have one, or where
-    its signature cannot be read. Raises UsageError for several without a default, `seed`
-    not among them."""
+    """Returns the keyword arguments that hand a seed to `make`: for its parameter `seed`,
+    else for its only parameter without a default. Empty where all parameters have a
+    default, and where the signature cannot be read. Raises UsageError for several without
+    a default, `seed` not among them."""
     try:
         parameters = inspect.signature(make).parameters
     except (TypeError, ValueError):
@@ -174,9 +176,10 @@ def _seed_for(make: Callable[..., object], seed: int) -> dict[str, int]:
 
 
 def prepared(arguments: Arguments, fmt: Format | None, device: str) -> Arguments:
-    """Returns the arguments detached and on a device; real floating-point tensors
-    correctly rounded to a format and in its dtype (None: as they are). Raises UsageError
-    where PyTorch has no dtype of the format and an argument would be rounded."""
+    """Returns the arguments detached and on a device. Real floating-point tensors are
+    correctly rounded to `fmt` and stored in its dtype; None leaves them as they are.
+    Integers and complex tensors only move. Raises UsageError where PyTorch has no dtype
+    of the format and an argument would be rounded."""
 
     def move(name: str, x: Tensor) -> Tensor:
         """Returns a tensor detached, rounded where it is to be, on the device."""
@@ -190,7 +193,7 @@ def prepared(arguments: Arguments, fmt: Format | None, device: str) -> Arguments
 
 def trivial(arguments: Arguments) -> list[str]:
     """Returns the names of real floating-point tensors of at least two elements that are
-    all 0 or all 1."""
+    0 everywhere, or 1 everywhere."""
     return [
         name
         for name, x in arguments.leaves().items()
@@ -217,9 +220,10 @@ def redrawn(arguments: Arguments, names: Sequence[str], seed: int) -> Arguments:
 
 
 def shuffled(arguments: Arguments, seed: int) -> Arguments:
-    """Returns the arguments with the elements of each floating-point tensor in another
-    random order: other data of the same distribution, where the source knows no other.
-    Integers, and tensors of fewer than two elements, are as they are."""
+    """Returns the arguments with the elements of each floating-point tensor, real or
+    complex, in a random order of its own, in contiguous memory: other data of the same
+    distribution, where the source knows no other. Integers, and tensors of fewer than two
+    elements, are as they are."""
     generator = torch.Generator().manual_seed(seed)
 
     def shuffle(name: str, x: Tensor) -> Tensor:
@@ -234,15 +238,16 @@ def shuffled(arguments: Arguments, seed: int) -> Arguments:
 
 
 def reordered(x: Tensor, seed: int) -> Tensor:
-    """Returns the elements of a tensor in a random order, of a seed."""
+    """Returns the elements of a tensor in a random order, of a seed, in a contiguous
+    tensor of the same shape."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(x.numel(), generator=generator).to(x.device)
     return x.flatten()[order].reshape(x.shape)
 
 
 def differ(a: Arguments, b: Arguments) -> bool:
-    """Whether the tensors of two calls have the same names, shapes and dtypes, and one of
-    them other bits."""
+    """Whether the tensors of two calls have the same names, shapes and dtypes, and at
+    least one tensor has other bits."""
 
     def forms(values: Values) -> dict[str, tuple[object, ...]]:
         """Returns shape and dtype of each tensor, by name."""

@@ -34,7 +34,8 @@ DRAWS = 8  # how often then
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Judge:
-    """A tensor of a call: its exact value, what may be erred, how far inputs move it."""
+    """What a tensor of a call is judged by: its exact value, what may be erred, how far
+    inputs move it."""
 
     form: Form
     truth: Tensor  # fp64, or integers
@@ -55,10 +56,11 @@ class Judge:
         return values_format(self.form.dtype)
 
     def beside(self, x: Tensor | None) -> Judge:
-        """Returns what an implementation's tensor is judged by: this, also for None; or
-        where it would exceed a limit, or differs in integers or where it is finite, the
-        same with CLOSER further runs, since what four runs show of an element is luck,
-        and a rare decision may not be among them."""
+        """Returns what an implementation's tensor `x` is judged by. That is this judge,
+        or for a doubtful tensor the `closer` one, since what four runs show of an element
+        is luck. A tensor is doubtful that exceeds a limit, that differs in an integer, or
+        that is not finite where the exact result is (or the reverse). This judge also for
+        None and where there are no further runs. Raises what the reference raises."""
         if x is None or self.further is None:
             return self
         doubtful = bool(self.nonfinite(x)[0])
@@ -70,8 +72,8 @@ class Judge:
 
     @cached_property
     def closer(self) -> Judge:
-        """Returns the judge with the further runs, which are computed each time; without
-        any the same numbers. Raises what the reference raises."""
+        """Returns the judge with the further runs, which are computed anew for each
+        judge; the same numbers where there are none. Raises what the reference raises."""
         further = [] if self.further is None else list(self.further())
         errors = self.errors
         if errors is not None:
@@ -85,9 +87,10 @@ class Judge:
         return round_to(self.truth.double(), self.format)
 
     def nonfinite(self, x: Tensor) -> tuple[int, int]:
-        """Returns how many elements of `x` are of another kind (finite, inf, -inf, NaN)
-        than the exact result rounded once: first where all runs of the reference are of
-        its kind, then where one is not."""
+        """Returns two counts of elements of `x` that are of another kind (finite, inf,
+        -inf, NaN) than the exact result rounded once. The first counts elements where all
+        runs of the reference are of that kind, the second the others. (0, 0) for
+        integers."""
         kinds = _kinds(self.floor)
         free = torch.zeros_like(kinds, dtype=torch.bool)
         for run in (*self.rounded, self.plain):
@@ -96,9 +99,9 @@ class Judge:
         return int((other & ~free).sum()), int((other & free).sum())
 
     def mismatches(self, x: Tensor) -> int:
-        """Returns how many integers of `x` differ from the reference's and from those of
-        every run of it: one that rounding changes may be any of what came in the
-        runs."""
+        """Returns how many integers of `x` differ from the exact result and from every
+        run of the reference. An integer that rounding changes may be any of those that
+        runs gave."""
         wrong = x != self.truth
         for run in (*self.rounded, self.plain):
             wrong &= x != run
@@ -107,11 +110,12 @@ class Judge:
     def numbers(
         self, x: Tensor | None, form: str | None
     ) -> tuple[BesideReference, dict[str, str]]:
-        """Returns the numbers of an implementation's tensor, and by field of
-        BesideReference why it is lacking: for `x` None (its form allows no numbers) all
-        fields but `form`, for integers all but `form`, `mismatches` and `moved`, else one
-        for each group (`slope` also for `slope_t`). `form`: what is wrong with its form,
-        in words; None: nothing."""
+        """Returns the numbers of an implementation's tensor `x`, and by the name of a
+        field why that is None. Where `x` is None, since its form allows no numbers, all
+        fields but `form` and `layout` have a reason. For integers all but these,
+        `mismatches` and a known `moved` have one. Else a group of fields has one reason
+        (`slope` also for `slope_t`). `form`: what is wrong with its form, in words; None:
+        nothing."""
         about = BesideReference(
             form=form, moved=self.moved, conditioning=self.conditioning
         )
@@ -129,9 +133,9 @@ class Judge:
 
 
 def _fields(excess: Excess) -> dict[str, object]:
-    """Returns the fields of BesideReference that an excess has, by name, some None;
-    those of the worst slice, of the worst element, and of both leans only where it has
-    these."""
+    """Returns the fields of BesideReference that an excess has, by name; some values are
+    None. Fields of the worst slice, of the worst element and of the two leans are left
+    out where the excess has none of these."""
     fields: dict[str, object] = {
         "reference_ratio": excess.ratio,
         "reference_luck": excess.luck,
@@ -173,7 +177,8 @@ def _kinds(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FunctionCall:
-    """A call, drawn once or several times, with its reference."""
+    """A call, drawn once or several times, with its reference. What is computed of the
+    reference is computed once."""
 
     name: str
     draws: Sequence[FunctionReference]
@@ -196,8 +201,9 @@ class FunctionCall:
 
     @cached_property
     def all_forms(self) -> dict[str, Form]:
-        """Returns what `forms` does, of tensors without numbers too; empty where the
-        reference returns and writes nothing. Raises what the reference raises."""
+        """Returns the form of each tensor in the first draw by name, as `forms`, but with
+        those that have no numbers; empty where the reference returns and writes nothing.
+        Raises what the reference raises."""
         ran = self.draws[0].plain
         left_out = ran.written if self.outputs_only and ran.outputs else {}
         return {
@@ -229,10 +235,10 @@ class FunctionCall:
         moved: Sequence[Values],
         shaken: Sequence[Values],
     ) -> Judge:
-        """Returns what a tensor is judged by. The exact results of each draw, by name:
-        `truths` of its arguments, which all have the tensor; `moved` of other data (may
-        be none) and `shaken` of inputs moved by half an ulp, in which a mapping is empty
-        where the reference raised."""
+        """Returns what a tensor is judged by. The other arguments are exact results of
+        each draw, by name. `truths`: of its own arguments, all of which have the tensor;
+        `moved`: of other data, empty without any; `shaken`: of inputs moved by half an
+        ulp. A mapping of the last two is empty where the reference raised."""
         truth = stacked([x[name] for x in truths])
         plain = stacked([as_real(draw.plain.tensors[name]) for draw in self.draws])
         runs = self._runs(name, lambda draw: draw.rounded)
@@ -256,12 +262,14 @@ class FunctionCall:
 
     @property
     def _is_large(self) -> bool:
-        """Whether all tensors of the call have more than LARGEST_FOR_CLOSER numbers."""
+        """Whether all tensors of the call, in all draws, have more than
+        LARGEST_FOR_CLOSER numbers together."""
         numbers = sum(x.numel() for x in self.draws[0].plain.tensors.values())
         return numbers * len(self.draws) > LARGEST_FOR_CLOSER
 
     def _further_of(self, name: str) -> Callable[[], Sequence[Tensor]]:
-        """Returns what computes a tensor of each run for a closer look."""
+        """Returns a function that computes the tensor `name` of each run for a closer
+        look, its draws stacked; it raises what the reference raises."""
         return lambda: self._runs(name, lambda draw: draw.closer)
 
     def _runs(
@@ -273,12 +281,12 @@ class FunctionCall:
         return [stacked([x[name] for x in runs]) for runs in zip(*by_draw, strict=True)]
 
     def as_returned(self, run: FunctionRun) -> FunctionCall:
-        """Returns the call as it is to be judged beside such a run. A reference that
-        returns float64 where none of its arguments and parameters is float64 says what is
-        exact: an output that the run returns in float32, or in the dtype of the first
-        floating-point argument, is held to what the reference's operations err in
-        float32, and to that dtype. Raises what the reference raises. The same call where
-        nothing is to be changed."""
+        """Returns the call as it is to be judged beside `run`. It changes for a reference
+        that returns float64 where none of its arguments and parameters is float64, and
+        says so what is exact. An output that the run returns in float32, or in the dtype
+        of the first floating-point argument, is then held to what the reference's
+        operations err in float32, and to that dtype. The same call where nothing changes.
+        Raises what the reference raises."""
         first = self.draws[0]
         dtypes = [x.dtype for x in first.inputs.values() if x.is_floating_point()]
         if torch.float64 in dtypes or not dtypes:
@@ -296,9 +304,11 @@ class FunctionCall:
         return replace(self, draws=draws)
 
     def other_forms(self, runs: Sequence[FunctionRun]) -> dict[str, str]:
-        """Returns by name in a clause in what tensors of the first run differ from the
-        reference's and are no worse. Tensors of another shape, and missing ones, are left
-        out. `runs`: at least one."""
+        """Returns by name, in a clause, in what tensors of the first run differ
+        harmlessly from the reference's: one number in another shape, other strides where
+        the reference's is not contiguous either, or a narrower dtype where the reference
+        alone widens to float64. All other tensors of another shape are left out, and so
+        are missing ones. `runs`: at least one."""
         first = self.draws[0]
         clauses: dict[str, str] = {}
         for name, form in self.forms.items():
@@ -317,11 +327,12 @@ class FunctionCall:
     def tensors_of(
         self, runs: Sequence[FunctionRun]
     ) -> tuple[dict[str, Tensor | None], dict[str, str]]:
-        """Returns an implementation's tensors over all draws, and in words what is
-        wrong, both by name. A tensor is None where a draw lacks it, has another shape,
-        or has integers for floating-point numbers or the reverse; another floating-point
-        dtype is wrong, but compared. Of the first tensor one thing is named: its form,
-        else what a run did besides computing, else outputs that the reference lacks.
+        """Returns an implementation's tensors over all draws, and in words what is wrong,
+        both by name. A tensor is None where a draw lacks it, has another shape, or has
+        integers for floating-point numbers or the reverse; another floating-point dtype
+        is wrong, but compared. Without another fault the first tensor is blamed for the
+        whole run: for what a run did besides computing (`FunctionRun.misdeeds`), for a
+        fault of a tensor without numbers, or for outputs that the reference lacks.
         `runs`: one for each draw."""
         wrong: dict[str, str] = {}
         first = next(iter(self.forms))
@@ -360,9 +371,10 @@ class FunctionCall:
 
 
 def _missing(name: str, runs: Sequence[FunctionRun], plain: Sequence[FunctionRun]) -> str:
-    """Returns in a clause that a run lacks a tensor of the reference's: of an output with
-    what is returned in its place, of a gradient with why it could not be computed, where
-    that is told. `plain`: the reference's runs."""
+    """Returns a clause on a tensor of the reference's that a run lacks: `it is not
+    written into, as the reference does`; of an output `it is missing; what is returned:
+    output_0`; of a gradient `it is missing`, with the error that kept it from being
+    computed where the runs have one. `plain`: the reference's runs."""
     if name in plain[0].written:
         return "it is not written into, as the reference does"
     if name in plain[0].outputs:
@@ -373,8 +385,8 @@ def _missing(name: str, runs: Sequence[FunctionRun], plain: Sequence[FunctionRun
 
 
 def stacked(draws: Sequence[Tensor]) -> Tensor:
-    """Returns the only draw as it is; several stacked along a new first axis. `draws`: at
-    least one."""
+    """Returns the only draw as it is; several, of one shape, stacked along a new first
+    axis. `draws`: at least one."""
     return draws[0] if len(draws) == 1 else torch.stack(list(draws))
 
 
@@ -406,7 +418,7 @@ def _changed(name: str, truth: Tensor, others: Sequence[Values]) -> float | None
 def distance(other: Tensor, errors: Errors) -> float:
     """Returns the rms distance of another exact result, of the truth's shape, from the
     truth over the rms error that rounding explains, at most 1e300. Elements that are not
-    finite in one of them count as without a distance."""
+    usable, or not finite in `other`, count as without a distance."""
     apart_by = torch.where(errors.usable & other.isfinite(), other - errors.truth, 0.0)
     count = max(1, int(errors.usable.sum()))
     rms: float = (float(apart_by.square().sum()) / count) ** 0.5
@@ -414,8 +426,8 @@ def distance(other: Tensor, errors: Errors) -> float:
 
 
 def other_data(arguments: Arguments, others: Sequence[Arguments], seed: int) -> Arguments:
-    """Returns other arguments of the same shapes, for the question whether a result
-    depends on them: the first of `others` that has these names, shapes and dtypes and
+    """Returns other arguments of the same shapes, by which it is seen whether a result
+    depends on its data: the first of `others` that has these names, shapes and dtypes and
     other values; else the elements of each floating-point tensor in another order, drawn
     with `seed`, while integers stay as they are."""
     fitting = (x for x in others if differ(arguments, x))

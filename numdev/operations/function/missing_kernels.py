@@ -19,14 +19,16 @@ SAYS = "not implemented for '"  # what PyTorch says where it has no kernel of a 
 
 
 def lacks_a_kernel(error: Exception) -> bool:
-    """Whether an exception says that PyTorch has no kernel of a dtype."""
+    """Whether an exception is a RuntimeError that says that PyTorch has no kernel for a
+    dtype (its text has `not implemented for '`)."""
     return isinstance(error, RuntimeError) and SAYS in str(error)
 
 
 class MissingKernels(TorchDispatchMode):
-    """Within this mode an operator without a kernel of its 16-bit dtype computes in
-    float32; its results have that dtype. `names` has these operators. One that writes
-    into its arguments, and one that has no float32 kernel either, raises as ever."""
+    """Within this mode an operator that has no kernel for its 16-bit dtype computes in
+    float32, and its results are cast to that dtype. `names` has these operators as keys,
+    in the order in which they first ran. An operator that writes into its arguments, or
+    that has no float32 kernel either, raises PyTorch's RuntimeError."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -54,8 +56,8 @@ class MissingKernels(TorchDispatchMode):
 
 
 def _narrow_dtype(args: tuple[object, ...]) -> torch.dtype | None:
-    """Returns the dtype of the first argument that is a tensor in a 16-bit format; None
-    without one."""
+    """Returns the dtype of the first argument that is a tensor in bfloat16 or float16;
+    None without one. Lists of tensors are not looked into."""
     tensors = (x for x in args if isinstance(x, Tensor))
     return next((x.dtype for x in tensors if x.dtype in NARROW), None)
 
@@ -63,6 +65,6 @@ def _narrow_dtype(args: tuple[object, ...]) -> torch.dtype | None:
 def _cast(
     dtypes: tuple[torch.dtype, ...], dtype: torch.dtype
 ) -> Callable[[object], object]:
-    """Returns a function that returns a tensor of one of `dtypes` in another dtype, and
+    """Returns a function that casts a tensor of one of `dtypes` to `dtype`, and returns
     anything else as it is."""
     return lambda x: x.to(dtype) if isinstance(x, Tensor) and x.dtype in dtypes else x

@@ -34,7 +34,7 @@ POISONED = 4  # blocks of an output's size that are filled with NaN and given ba
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FunctionRun:
-    """What one call of a function came to, in tensors of their own."""
+    """What one call of a function came to, by name, in tensors of their own."""
 
     outputs: Values  # detached, strided as they came
     gradients: Values = field(default_factory=dict)
@@ -57,7 +57,8 @@ class FunctionRun:
         return {**self.outputs, **self.written, **self.gradients}
 
     def moved_to(self, device: str) -> FunctionRun:
-        """Returns the run with all that came of the call on a device."""
+        """Returns the run with outputs, gradients and written arguments on a device; all
+        else, such as `devices`, stays."""
         outputs, gradients, written = (
             {name: x.to(device) for name, x in group.items()}
             for group in (self.outputs, self.gradients, self.written)
@@ -67,10 +68,11 @@ class FunctionRun:
         )
 
     def misdeeds(self, like: FunctionRun) -> list[str]:
-        """Returns clauses on what the run did that `like`, the reference's, did not:
-        write into inputs (but for memory for an output), return an input's memory, let no
-        gradient back; and outputs that a later call wrote into, whatever the reference
-        did. Empty where there is nothing."""
+        """Returns clauses on what the run did that `like`, the reference's run, did not:
+        `writes into its inputs (x)` (but for memory for an output), `returns memory of
+        its input x`, `lets no gradient back from output`. Outputs that a later call wrote
+        into are named whatever the reference did: `writes a later call's result into an
+        earlier one's (output)`. Empty where there is nothing."""
         may_be_written = {*like.written, *like.buffers}
         wrong = [name for name in self.written if name not in may_be_written]
         clauses = [f"writes into its inputs ({', '.join(wrong)})"] if wrong else []
@@ -87,13 +89,14 @@ class FunctionRun:
         return clauses
 
     def narrowed(self, dtypes: Mapping[str, torch.dtype]) -> FunctionRun:
-        """Returns the run with some outputs, by name, in other dtypes."""
+        """Returns the run with the outputs named in `dtypes` cast to these dtypes; names
+        of no output are passed over."""
         outputs = {n: x.to(dtypes.get(n, x.dtype)) for n, x in self.outputs.items()}
         return dataclasses.replace(self, outputs=outputs)
 
     def finished(self) -> FunctionRun:
-        """Returns the run when all calls were made: `overwritten` names the outputs
-        whose memory has changed since, and `raw` is empty."""
+        """Returns the run after all calls were made: `overwritten` names the outputs
+        whose memory has changed since this call, and `raw` is empty."""
         pairs = ((name, x, self.outputs[name]) for name, x in self.raw.items())
         changed = [n for n, x, y in pairs if not same(as_real(x), as_real(y))]
         return dataclasses.replace(self, raw={}, overwritten=tuple(changed))
@@ -126,13 +129,13 @@ def run(
     cotangents: Cotangents | None = None,
 ) -> FunctionRun:
     """Calls a function once, with copies of the arguments, and returns what came of it.
-    `seed`: of PyTorch's generators, which are as before afterwards, on CUDA only where
-    it was in use. With `cotangents` autograd computes the gradients of all
-    floating-point arguments and parameters from the outputs that have one; without,
-    gradients are off; where these fail for a function that wrote into its inputs,
-    `backward_error` says why. A module is not copied. Raises what the function raises,
-    and MeasurementError where it ends the program, and for an output whose numbers cannot
-    be read."""
+    `seed`: of PyTorch's generators, which are as before afterwards, on CUDA only where it
+    was in use. With `cotangents` autograd computes the gradients of all floating-point
+    arguments and parameters, from the outputs that require one; without, gradients are
+    off. Where autograd fails after the function wrote into its inputs, `backward_error`
+    says why, and there are no gradients. A module is not copied. Raises what the function
+    and, unless it wrote, what autograd raises; MeasurementError where the function ends
+    the program, and for an output whose numbers cannot be read."""
     roots = arguments.copied(gradients=cotangents is not None)
     before = arguments.leaves()
     with _seeded(seed), torch.set_grad_enabled(cotangents is not None):
@@ -184,8 +187,9 @@ def called(
     positional: Sequence[object],
     named: Mapping[str, object],
 ) -> object:
-    """Returns what foreign code returns of these arguments. Raises what it raises, and
-    MeasurementError where it ends the program: numdev's exit code is its verdict."""
+    """Returns what a function, which is foreign code, returns of these arguments. Raises
+    what it raises, and MeasurementError where it raises SystemExit: numdev's exit code is
+    its verdict."""
     try:
         return function(*positional, **dict(named))
     except SystemExit as error:
@@ -210,26 +214,29 @@ def _check_numbers(outputs: Values) -> None:
 
 
 def _buffers(values: Values) -> tuple[str, ...]:
-    """Returns the names of tensors that are memory for an output, as `is_unwritten` tells
-    it by their values."""
+    """Returns the names of tensors that are memory for an output: those of which
+    `is_unwritten` holds."""
     return tuple(name for name, x in values.items() if is_unwritten(x))
 
 
 def _child(name: str, x: Tensor) -> Tensor:
-    """Returns a copy of a tensor, laid out alike, into which code may write, and from
-    which a gradient goes back to the tensor; one that requires none as it is."""
+    """Returns a copy of a tensor that requires a gradient, laid out alike; code may write
+    into the copy, and its gradient goes back to the tensor. A tensor that requires none
+    is returned as it is. `name` is not used."""
     return strided_as(x.clone(), x) if x.requires_grad else x
 
 
 def private(function: Callable[..., object]) -> Callable[..., object]:
-    """Returns a module as a copy that a run may change; any other function as it is."""
+    """Returns a module as a deep copy that a run may change; any other function as it is,
+    also a module's method."""
     return copy.deepcopy(function) if isinstance(function, nn.Module) else function
 
 
 def poison(like: Sequence[Tensor]) -> None:
-    """Fills memory of the sizes of these tensors with NaN (of integers with 1) and gives
-    it back, so that what is not written is seen; the tensors themselves are not changed.
-    A dtype that cannot be filled is passed over."""
+    """Fills POISONED new blocks of the size of each of these tensors with NaN (of
+    integers with 1), and frees them, so that an output in such memory that is not written
+    is seen. The tensors themselves are not changed. A dtype that cannot be filled is
+    passed over."""
     for x in like:
         blocks = [torch.empty_like(x) for _ in range(POISONED)]
         for block in blocks:
@@ -244,8 +251,8 @@ def _through(outputs: Values) -> tuple[str, ...]:
 
 
 def _parameters(function: Callable[..., object]) -> Values:
-    """Returns a module's parameters by name, of a compiled one by those of the module
-    that was compiled; empty for any other function."""
+    """Returns a module's parameters by name, without the `_orig_mod.` of a compiled
+    module; empty for any other function."""
     if not isinstance(function, nn.Module):
         return {}
     return {n.replace(OF_COMPILED, ""): x for n, x in function.named_parameters()}
@@ -253,7 +260,8 @@ def _parameters(function: Callable[..., object]) -> Values:
 
 def _gradients(outputs: Values, leaves: Values, cotangents: Cotangents) -> Values:
     """Returns the gradients by name (`x_grad`), of those leaves that an output depends
-    on; empty without outputs or leaves. Raises what autograd raises."""
+    on; empty without outputs or leaves. Raises what autograd raises: RuntimeError also
+    for an output or a leaf that requires no gradient."""
     if not outputs or not leaves:
         return {}
     back = [cotangents.of(i, x).to(x.dtype) for i, x in enumerate(outputs.values())]
@@ -265,8 +273,8 @@ def _gradients(outputs: Values, leaves: Values, cotangents: Cotangents) -> Value
 
 
 def _alias(outputs: Values, leaves: Values) -> str | None:
-    """Returns the name of an input in whose memory the first such output lies; None
-    where none does. Empty tensors do not count."""
+    """Returns the name of the input in whose memory an output lies, for the first such
+    output; None where no output does. Empty tensors do not count."""
     where = {x.untyped_storage().data_ptr(): n for n, x in leaves.items() if x.numel()}
     for x in outputs.values():
         if x.numel() and x.untyped_storage().data_ptr() in where:
@@ -275,7 +283,8 @@ def _alias(outputs: Values, leaves: Values) -> str | None:
 
 
 def _taken(values: Values) -> Values:
-    """Returns detached copies in memory of their own, laid out alike."""
+    """Returns detached copies by name, in memory of their own, with the strides of the
+    originals."""
     plain = {n: x.detach().resolve_conj().resolve_neg() for n, x in values.items()}
     return {name: strided_as(x.clone(), x) for name, x in plain.items()}
 
@@ -289,8 +298,8 @@ def _wait(leaves: Values) -> None:
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Returns a context that seeds PyTorch's generators, and restores them at its end:
-    the CPU's, and CUDA's where it was in use before."""
+    """Returns a context that seeds PyTorch's generators, and restores at its end the
+    CPU's, and CUDA's where CUDA was in use before."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)

@@ -50,9 +50,9 @@ Residual = Callable[[Values], float]
 
 
 class OtherNumber(Unrounded):
-    """Rounds nothing; puts `other` in place of the number `value` (None: of none)
-    wherever an operator reads it. `met` has the operators that read each number, in the
-    order in which they first came."""
+    """Rounds nothing; puts `other` in place of the number `value` wherever an operator
+    reads it; None: nothing is replaced. `met` has, by the numbers that were read, in
+    their order, the operator that read each first."""
 
     def __init__(self, value: float | None = None, other: float = 0.0) -> None:
         self.value, self.other = value, other
@@ -61,16 +61,16 @@ class OtherNumber(Unrounded):
     def number(
         self, func: OpOverload, value: float, dtype: torch.dtype, device: torch.device
     ) -> float:
-        """Returns `other` in place of `value`, any other number as it is; notes the
-        number in `met`."""
+        """Returns `other` in place of `value`, any other number as it is; notes in `met`
+        which operator, `func`, read the number first."""
         self.met.setdefault(value, func)
         return self.other if value == self.value else value
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NumberInUse:
-    """A number that a reference computes with; `default_of` says of which operator and
-    argument it is the default, if it is one."""
+    """A number that a reference computes with. `default_of`: the operator and the name of
+    its argument whose default the number is; None: it is written in the reference."""
 
     reference: FunctionReference
     value: float
@@ -79,17 +79,18 @@ class NumberInUse:
     is_threshold: bool = False  # results may jump where it moves, and have no slope
 
     def words(self, other: float) -> str:
-        """Returns in words that another number is there."""
+        """Returns a clause that says that another number stands in its place: `eps is
+        1e-05 in place of 1e-06`, `it adds 2 in place of 1`."""
         return self.template.format(other=f"{other:.4g}", value=f"{self.value:.4g}")
 
     @property
     def label(self) -> str:
-        """Returns what the number is called: its name, where it has none `number`."""
+        """Returns the number's name, as `eps`; `number` where it has none."""
         name, _, after = self.template.partition(" is ")
         return name if after and name.isidentifier() else "number"
 
     def results(self, other: float) -> Values:
-        """Returns the exact results with another number in its place, by name; empty
+        """Returns the exact results with `other` in the number's place, by name; empty
         where the reference raises, since some numbers are none for it."""
         try:
             if self.default_of is not None:
@@ -101,8 +102,9 @@ class NumberInUse:
             return {}
 
     def others(self) -> list[float]:
-        """Returns the numbers that may stand in its place, finite and other than itself,
-        each once: multiples, and powers of ten for an eps."""
+        """Returns the numbers that may stand in its place, each once, finite and other
+        than itself: multiples by TIMES, and powers of ten (DECADES) for one from 0 to
+        LARGEST_EPS."""
         others = [self.value * times for times in TIMES]
         if 0 < self.value <= LARGEST_EPS:
             others += DECADES
@@ -111,9 +113,10 @@ class NumberInUse:
 
 
 def numbers_of(reference: FunctionReference) -> Iterator[NumberInUse]:
-    """Yields the finite numbers that the reference computes with, 0 excepted, in the
-    order in which it reads them, each once, then the defaults of its operators'
-    arguments; none where it raises."""
+    """Yields the numbers that the reference computes with, once each: first those that
+    its operators read, in that order, then the defaults of its operators' arguments that
+    are not in UNNAMED. 0 and numbers that are not finite are left out; nothing where the
+    reference raises. It is run once."""
     read, notes = OtherNumber(), Notes()
     try:
         reference.computed(read, within=OtherOperations(notes))
@@ -143,9 +146,10 @@ def numbers_of(reference: FunctionReference) -> Iterator[NumberInUse]:
 def _template(
     value: float, func: OpOverload, options: Mapping[str, object], names: set[str]
 ) -> str:
-    """Returns how to say that another number stands in place of `value`: by the name of
-    the reference's only option of that value, by the only name of the operators'
-    arguments that it comes as, else by what the operator does."""
+    """Returns the template, with `{other}` and `{value}`, of a clause on another number:
+    `eps is {other} in place of {value}` by the name of the reference's only option of
+    that value, else by the only name of the operators' arguments that it comes as
+    (`names`), else by what the operator does."""
     of_reference = [n for n, x in options.items() if isinstance(x, float) and x == value]
     if len(of_reference) == 1:
         return f"{of_reference[0]} is {{other}} in place of {{value}}"
@@ -158,8 +162,9 @@ def fitted(
     number: NumberInUse, residual: Residual, error: float, spend: Callable[[], bool]
 ) -> tuple[float, float]:
     """Returns the number that leaves least of an output's error, in as few digits as
-    leave as little, and what it leaves; (value, error) where none leaves less. `error`:
-    what the number itself leaves; `spend`: whether one more run may be made."""
+    leave as little, and the rms error that it leaves; the number itself and `error` where
+    none leaves less. `error`: what the number itself leaves; `spend`: called before each
+    run, returns whether the run may be made."""
     best, least = number.value, error
 
     def tried(other: float) -> float:
@@ -187,10 +192,11 @@ def fitted(
 def _refine(
     tried: Callable[[float], float], best: Callable[[], tuple[float, float]]
 ) -> None:
-    """Moves a number, its logarithm and its reciprocal to the lowest point of a parabola
-    through three points of the squared error, or part of the way, until that gains less
-    than a hundredth. `tried`: what a number leaves; `best`: the best so far, and what it
-    leaves."""
+    """Moves a number towards the lowest error: the number, its logarithm and its
+    reciprocal in turn, each to the lowest point of a parabola through three points of the
+    squared error, or part of the way. It ends where a round gains less than a hundredth,
+    or after ITERATIONS. `tried`: returns what a number leaves, and notes the best;
+    `best`: returns the best number so far, and what it leaves."""
     for _ in range(ITERATIONS):
         before = best()[1]
         for move in (_moved, _moved_logarithm, _moved_reciprocal):
@@ -211,8 +217,9 @@ def _to_lowest(
     move: Callable[[float, float], float],
     tried: Callable[[float], float],
 ) -> float:
-    """Returns how far it is, in the steps of `move`, from a number that leaves `left` to
-    the lowest point of the parabola; 0 where there is none."""
+    """Returns how far, in the units of `move`, the lowest point of the parabola is from
+    the number `at`, which leaves `left`; 0 where the parabola has none, or a point is not
+    finite."""
     up, down = (tried(move(at, sign * STEP)) for sign in (1, -1))
     if not math.isfinite(up + down):
         return 0.0
@@ -222,26 +229,27 @@ def _to_lowest(
 
 
 def _moved(value: float, by: float) -> float:
-    """Returns a number moved by so many times itself."""
+    """Returns a number moved by `by` times itself."""
     return value * (1 + by)
 
 
 def _moved_logarithm(value: float, by: float) -> float:
-    """Returns a number whose logarithm is moved."""
+    """Returns a number times e to the power of `by`."""
     return value * math.exp(by)
 
 
 def _moved_reciprocal(value: float, by: float) -> float:
-    """Returns a number whose reciprocal is moved by so many times itself; at most LARGEST
-    of it."""
+    """Returns a number whose reciprocal is moved by `by` times itself; at most LARGEST
+    times the number."""
     return value / max(1 + by, 1 / LARGEST)
 
 
 def _in_few_digits(
     value: float, least: float, tried: Callable[[float], float]
 ) -> tuple[float, float]:
-    """Returns the shortest decimal near a number that leaves at most AS_GOOD times as
-    much, and what it leaves; the number itself where none of up to 4 digits does."""
+    """Returns the shortest decimal of one to four digits near a number that leaves at
+    most AS_GOOD times as much as the number, and what it leaves; (value, least) where
+    none does."""
     for digits in range(4):
         short = float(f"{value:.{digits}e}")
         left = least if short == value else tried(short)

@@ -36,7 +36,8 @@ SUMS = PRODUCTS | REDUCTIONS | SOFTMAXES | NORMS | {"convolution"}
 
 @dataclass(frozen=True, eq=False)
 class OperatorCall:
-    """One call of an operator."""
+    """One call of an operator: the operator with its overload, and the arguments by place
+    and by name."""
 
     func: OpOverload
     args: tuple[object, ...]
@@ -44,28 +45,29 @@ class OperatorCall:
 
     @property
     def name(self) -> str:
-        """Returns the operator's name without overload and without the `_` of one that
-        writes."""
+        """Returns the operator's name without its overload and without the `_` of an
+        operator that writes: `add` for `aten.add_.Tensor`."""
         name: str = self.func.overloadpacket.__name__
         return name.rstrip("_")
 
     def argument(self, name: str) -> object:
-        """Returns the value of an argument; None where there is none of the name."""
+        """Returns the value of an argument by its name, or its default where it was not
+        passed; None where the operator has no argument of the name."""
         return operator_argument(self.func, self.args, self.kwargs, name)
 
     def tensor(self, i: int) -> Tensor:
-        """Returns the i-th argument, by its place alone, which must be a tensor: it is
-        not checked."""
+        """Returns the i-th argument by place, which must be a tensor; that is not
+        checked."""
         return cast(Tensor, self.args[i])
 
     def on(self, *first: object) -> object:
-        """Returns what the operator gives of other first arguments; one that writes into
-        an argument does so at each call."""
+        """Returns what the operator returns for other first arguments; the further ones
+        stay. An operator that writes into an argument writes at each call."""
         return self.func(*first, *self.args[len(first) :], **self.kwargs)
 
     def result(self) -> object:
-        """Returns what the operator gives of its arguments. It runs once: what it writes
-        is written once, however often one asks."""
+        """Returns what the operator returns for its arguments. It runs once, at the first
+        call of this method, and so it writes once."""
         return self._result
 
     @cached_property
@@ -74,7 +76,7 @@ class OperatorCall:
 
     @property
     def is_writer(self) -> bool:
-        """Whether the operator writes into its first argument, which it returns, as
+        """Whether the operator writes into its first argument and returns that alone, as
         `add_` does."""
         schema = self.func._schema
         info = schema.arguments[0].alias_info if self.args else None
@@ -86,8 +88,9 @@ Change = Callable[[OperatorCall], object]
 
 
 class OtherOperations(TorchDispatchMode):
-    """A mode in which `change` may put something else in place of each operation; of one
-    that writes into its first argument, it is written there."""
+    """A mode in which `change` may put something else in place of the result of each
+    operation. For an operator that writes into its first argument the replacement is
+    written there."""
 
     def __init__(self, change: Change) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -116,10 +119,11 @@ class OtherOperations(TorchDispatchMode):
 
 
 class Notes:
-    """Changes nothing, and notes what is called: `calls` counts by operator those that
-    return one floating-point tensor or several; `numbers` has the names of the arguments
-    that a number comes as (`beta`, of `2 * x` `other`); `defaults` the numbers that came
-    by default, by operator and argument."""
+    """Changes nothing, and notes what is called. `calls`: by operator how often it was
+    called, of calls that return one or several floating-point tensors and no view.
+    `numbers`: by number the names of the arguments that it was passed or defaulted as (of
+    `2 * x`: `other`). `defaults`: by operator and argument the floats that came by
+    default."""
 
     def __init__(self) -> None:
         self.calls: dict[str, int] = {}
@@ -144,15 +148,16 @@ class Notes:
 
 
 class OfCall:
-    """Puts `change` in place of one call of an operator alone, the `number`-th from 0. It
-    counts calls: make one for each run."""
+    """Puts `change` in place of a single call of an operator, the `number`-th from 0. It
+    counts calls: make a new one for each run."""
 
     def __init__(self, name: str, number: int, change: Change) -> None:
         self.name, self.number, self.change = name, number, change
         self.count = 0
 
     def __call__(self, operation: OperatorCall) -> object:
-        """Returns what `change` returns for its call; NotImplemented for any other."""
+        """Returns what `change` returns for that call; NotImplemented for every other
+        call."""
         if operation.name != self.name:
             return NotImplemented
         self.count += 1
@@ -162,8 +167,8 @@ class OfCall:
 def with_argument(
     operation: OperatorCall, operator: str, name: str, value: object
 ) -> object:
-    """Returns what an operator gives with another value of an argument; NotImplemented
-    for any other operator, and for one without such an argument."""
+    """Returns what an operator returns with another value of an argument; NotImplemented
+    for another operator than `operator`, and where it has no argument `name`."""
     if operation.name != operator:
         return NotImplemented
     names = [parameter.name for parameter in operation.func._schema.arguments]
@@ -180,10 +185,10 @@ def with_argument(
 
 
 def left_out(operation: OperatorCall, argument: int = 0) -> object:
-    """Returns a copy of an argument (by its place) of an operation in place of its
-    result, cast to its dtype, and the first argument of one that writes there as it is;
-    NotImplemented for a view, and for an operation that makes no floating-point tensor of
-    the argument's shape."""
+    """Returns an argument, by its place, in place of an operation's result: a copy, cast
+    to the result's dtype. For an operator that writes into its first argument it returns
+    the argument itself. NotImplemented for a view, for an argument that is no
+    floating-point tensor, and where the result has another shape."""
     if operation.func.is_view or len(operation.args) <= argument:
         return NotImplemented
     x = operation.args[argument]
@@ -207,10 +212,11 @@ Cut = Callable[[int], int]
 def shorter(operation: OperatorCall, cut: Cut, *, counts: bool = True) -> object:
     """Returns what a matrix product, reduction, softmax, norm or convolution gives
     without some of its terms; NotImplemented for another operation, a transposed or
-    grouped convolution, and where none or all of the terms would go. `cut`: from their
-    number, how many go, the last ones, or below 0 the first ones. Terms of a softmax that
-    went have the result 0. `counts`: whether the result of `mean` is divided by the
-    number of those that stay; it has no effect on norms."""
+    grouped convolution, and where none or all of the terms would go. `cut`: a function of
+    the number of terms, which returns how many go: above 0 the last ones, below 0 the
+    first ones. A softmax keeps its width, with 0 for the terms that went. `counts`:
+    whether the result of `mean` is divided by the number of those that stay; it has no
+    effect on norms."""
     name = operation.name
     if name in PRODUCTS:
         return _shorter_product(operation, cut)
@@ -237,8 +243,8 @@ def shorter(operation: OperatorCall, cut: Cut, *, counts: bool = True) -> object
 
 
 def _ends(count: int, cut: Cut) -> tuple[int, int] | None:
-    """Returns where the terms that stay begin, and how many they are; None where all or
-    none stay."""
+    """Returns where the terms that stay begin, and how many they are; None where all of
+    them or none stay."""
     gone = cut(count)
     if not 0 < abs(gone) < count:
         return None
@@ -246,8 +252,8 @@ def _ends(count: int, cut: Cut) -> tuple[int, int] | None:
 
 
 def _shorter_product(operation: OperatorCall, cut: Cut) -> object:
-    """Returns a matrix product without some of its terms; NotImplemented where none or
-    all would be left out."""
+    """Returns a matrix product without some of the terms of its sums; NotImplemented
+    where none or all of them would go."""
     first = 0 if operation.name in ("mm", "bmm") else 1
     x, y = operation.tensor(first), operation.tensor(first + 1)
     ends = _ends(x.shape[-1], cut)
@@ -258,10 +264,10 @@ def _shorter_product(operation: OperatorCall, cut: Cut) -> object:
 
 
 def _shorter_reduction(operation: OperatorCall, cut: Cut, *, counts: bool) -> object:
-    """Returns a sum, a mean, a maximum, ... without some of its terms: along the last of
-    its dimensions, or of the flattened tensor where it goes over all. `counts`: whether a
-    mean divides by those that stay alone. NotImplemented where none or all would be left
-    out."""
+    """Returns a sum, mean, maximum or other reduction without some of its terms: along
+    the last of its dimensions, or of the flattened tensor where it reduces all. `counts`:
+    whether a mean is divided by the number of terms that stay; else by all.
+    NotImplemented where none or all would go."""
     x, dims = operation.tensor(0), operation.argument("dim")
     if isinstance(dims, int):
         dims = [dims]
@@ -279,10 +285,10 @@ def _shorter_reduction(operation: OperatorCall, cut: Cut, *, counts: bool) -> ob
 
 
 def divided_by_less(operation: OperatorCall) -> object:
-    """Returns a mean of n numbers that divides by n - 1, a norm whose variance does (of a
-    single number it stays), or a variance of the other kind (sample for population);
-    NotImplemented for another operation, for a batch norm that takes running statistics,
-    and for a mean or variance of fewer than two numbers."""
+    """Returns a mean of n numbers divided by n - 1; a norm whose variance divides by n -
+    1 (at least 1); or a variance or deviation of the other kind, sample for population or
+    the reverse. NotImplemented for another operation, for a batch norm that takes running
+    statistics, and for a mean or variance of fewer than two numbers."""
     name = operation.name
     if name in NORMS:
         return normalised(operation, less=1)
@@ -311,11 +317,12 @@ def normalised(
     centred: bool = True,
     outside: bool = False,
 ) -> object:
-    """Returns the results of a layer, group or batch norm computed otherwise: with
-    statistics of fewer places (`cut`), a variance of n - `less`, without taking the mean
-    away (not `centred`), or eps added to the root instead of under it (`outside`).
-    NotImplemented for another operation, for a batch norm that takes running statistics,
-    and where none or all would be cut."""
+    """Returns the three results (output, mean, reciprocal of the deviation) of a layer,
+    group or batch norm computed otherwise: with statistics of fewer places (`cut`), a
+    variance of n - `less`, without taking the mean away (not `centred`), or eps added to
+    the root instead of under it (`outside`). NotImplemented for another operation, for a
+    batch norm that takes running statistics, and where `cut` would cut none or all.
+    `centred` False keeps the mean in, and takes the mean square for the variance."""
     if operation.name not in NORMS:
         return NotImplemented
     x = operation.tensor(0)
@@ -345,8 +352,9 @@ def normalised(
 
 
 def _norm_groups(operation: OperatorCall) -> tuple[Tensor | None, torch.Size, float]:
-    """Returns the input of a norm as [groups, numbers of one statistic], its shape before
-    that, and eps; None for a batch norm that takes running statistics."""
+    """Returns three: the input of a norm as [groups, numbers of one statistic], its shape
+    before that (of a batch norm with channels first), and eps. The first is None for a
+    batch norm that takes running statistics."""
     x, eps = operation.tensor(0), cast(float, operation.argument("eps"))
     if operation.name == "native_layer_norm":
         size = math.prod(cast(Sequence[int], operation.args[1]))
@@ -361,14 +369,15 @@ def _norm_groups(operation: OperatorCall) -> tuple[Tensor | None, torch.Size, fl
 
 
 def _ungrouped(groups: Tensor, operation: OperatorCall, shape: torch.Size) -> Tensor:
-    """Returns what `_norm_groups` grouped in its own shape again."""
+    """Returns a tensor that `_norm_groups` grouped in the input's own shape. `shape`: the
+    shape that `_norm_groups` returned."""
     x = groups.reshape(shape)
     return x.transpose(0, 1) if operation.name == "native_batch_norm" else x
 
 
 def _affine(operation: OperatorCall, name: str) -> Tensor | None:
-    """Returns the weight or bias of a norm, shaped to follow its input; None without
-    one."""
+    """Returns the weight or bias of a norm, by `name`, in a shape that broadcasts against
+    the input; None without one."""
     value = operation.argument(name)
     if not isinstance(value, Tensor):
         return None
@@ -381,15 +390,17 @@ def _affine(operation: OperatorCall, name: str) -> Tensor | None:
 
 
 def rounded(x: Tensor, fmt: Format) -> Tensor:
-    """Returns a tensor of an exact run rounded once to a format, under its own dtype."""
+    """Returns a floating-point tensor of an exact run rounded once, to nearest, to a
+    format, under its own dtype."""
     with _disable_current_modes():  # rounding is no operation of the run
         return Wide.of(round_to(widened(x), fmt), x.dtype)
 
 
 def truncated(x: Tensor, fmt: Format) -> Tensor:
-    """Returns a tensor of an exact run without the bits that a format has no room for, as
-    tensor cores read float32 values in TF32: towards 0. The format's range must be that
-    of the values. Infinities stay, and NaN."""
+    """Returns a tensor of an exact run without the bits that a format has no room for,
+    towards 0, under its own dtype, as tensor cores read float32 values in TF32.
+    Infinities and NaN stay. The format must have the exponents of the values: its range
+    is not looked at."""
     with _disable_current_modes():
         lost_bits = FORMATS["float64"].precision - fmt.precision
         bits = widened(x).contiguous().view(torch.int64)
@@ -402,9 +413,10 @@ def narrow_factors(
     which: Sequence[int],
     narrowed: Callable[[Tensor, Format], Tensor] = rounded,
 ) -> object:
-    """Returns a matrix product or convolution with these of its factors (0: left, 1:
-    right) rounded to a format, or cut; with both, a convolution's gradients too, which
-    are products of three. NotImplemented for another operation."""
+    """Returns a matrix product or convolution whose factors in `which` (0: left, 1:
+    right) are rounded to a format, or changed by `narrowed`. With both, the gradients of
+    a convolution are computed so too: of the gradient that comes back, the input and the
+    weight. NotImplemented for another operation."""
     if operation.name == "convolution_backward" and len(which) == 2:
         which = (0, 1, 2)  # the output's gradient, input, weight
     elif operation.name not in PRODUCTS and operation.name != "convolution":
@@ -418,7 +430,8 @@ def narrow_factors(
 
 def rounded_result(operation: OperatorCall, fmt: Format) -> object:
     """Returns an operation's floating-point result rounded to a format; NotImplemented
-    for a view, and for one that writes."""
+    for a view, for an operation that writes, and for a result that is no floating-point
+    tensor."""
     if operation.func.is_view or operation.func._schema.is_mutable:
         return NotImplemented
     result = operation.result()
@@ -429,10 +442,10 @@ MAX_STEPS = 256  # blocks of a sum, above which it is not computed block by bloc
 
 
 def summed_in_blocks(operation: OperatorCall, fmt: Format, block: int) -> object:
-    """Returns a sum, a mean or a matrix product whose terms are added up block by block,
-    each sum so far rounded to a format. NotImplemented for another operation, for a sum
-    of integers, along several axes or all, and for fewer than two or more than MAX_STEPS
-    blocks."""
+    """Returns a sum, a mean or a matrix product whose terms are added up in blocks of
+    `block` terms: the sum so far is rounded to a format after each block. NotImplemented
+    for another operation, for a sum of integers, along several axes or all, and for fewer
+    than two or more than MAX_STEPS blocks."""
     name = operation.name
     if name in PRODUCTS:
         first = 0 if name in ("mm", "bmm") else 1
@@ -461,7 +474,8 @@ def summed_in_blocks(operation: OperatorCall, fmt: Format, block: int) -> object
 
 
 def _running_sum(parts: Sequence[Tensor], fmt: Format) -> Tensor:
-    """Returns the sum of at least one part, rounded to a format after each."""
+    """Returns the sum of parts (at least one), added in order and rounded to a format
+    after each."""
     total = rounded(parts[0], fmt)
     for part in parts[1:]:
         total = rounded(total + part, fmt)

@@ -48,24 +48,25 @@ ADDED = (1.0, -1.0)  # to an argument: a weight that is stored less 1
 
 
 class OtherReference(NamedTuple):
-    """A function in words, and what computes its results: by name, empty where it has
-    none. That raises what the reference raises as this function."""
+    """A function in words, and what computes its exact results by name. That raises what
+    the reference raises as this function."""
 
     words: str
     results: Callable[[], Values]
 
 
 def simplest_references(reference: FunctionReference) -> Iterator[OtherReference]:
-    """Yields functions that scale some results, and say more than the scale."""
+    """Yields functions that only scale some results, and whose words say more than a
+    scale: means by n - 1, logarithms to base 2. They are tried before any scale is."""
     words = "means divide by n - 1, or a sample variance by n"
     yield OtherReference(words, _with(reference, divided_by_less))
     yield OtherReference("logarithms are to the base 2", _with(reference, to_base_two))
 
 
 def other_references(reference: FunctionReference) -> Iterator[OtherReference]:
-    """Yields functions made from the reference, those of other numbers excepted. Runs it
-    once on its own arguments; where that raises, those of changed operations are left
-    out."""
+    """Yields functions made from the reference, but for those with other numbers. Runs
+    the reference once, on its own arguments, to learn its operators; where that raises,
+    operators that it did not reach are left out."""
     calls = calls_of_operators(reference)
     yield from _of_other_sums(reference, calls)
     yield from references_of_other_inputs(reference)
@@ -87,14 +88,15 @@ def changed(reference: FunctionReference, make: Callable[[], Change]) -> Values:
 
 
 def _with(reference: FunctionReference, change: Change) -> Callable[[], Values]:
-    """Returns what computes the exact results of the reference with other operations, of
-    a change that needs not be made anew."""
+    """Returns a function that computes the exact results of the reference with other
+    operations, as `changed`. `change`: one that may be used in several runs."""
     return partial(changed, reference, lambda: change)
 
 
 def calls_of_operators(reference: FunctionReference) -> Mapping[str, int]:
-    """Returns how often the reference calls each operator that makes floating-point
-    tensors, by name; empty where it raises."""
+    """Returns how often the reference calls each operator that returns floating-point
+    tensors and no view, by name. The reference is run once; where it raises, only what it
+    called before is counted."""
     notes = Notes()
     with contextlib.suppress(Exception):  # the reference is foreign
         changed(reference, lambda: notes)
@@ -111,8 +113,9 @@ def exactly(reference: FunctionReference, arguments: Arguments) -> Values:
 
 
 def references_of_other_inputs(reference: FunctionReference) -> Iterator[OtherReference]:
-    """Yields the reference on each wrong input of `faults_of_inputs`, and on others: 1
-    added or taken away, another layout, two arguments exchanged, indices off by one."""
+    """Yields the reference on each wrong input of `faults_of_inputs`, and on those of
+    `_without_strides` and `_other_values`; then with each two arguments of one shape and
+    dtype exchanged."""
     arguments = reference.arguments
     for fault in faults_of_inputs(arguments):
         wrong = fault.applied(arguments)
@@ -139,10 +142,10 @@ def references_of_other_inputs(reference: FunctionReference) -> Iterator[OtherRe
 def _without_strides(
     reference: FunctionReference, name: str, x: Tensor
 ) -> Iterator[OtherReference]:
-    """Yields the reference on an argument's memory in its order, as code reads it that
-    takes the argument for contiguous, and the same where results of its shape, laid out
-    alike, are written so too; nothing for a contiguous one, or one with gaps in its
-    memory."""
+    """Yields the reference on an argument whose memory is read in its order, as by code
+    that takes the argument for contiguous; and the same where results of the argument's
+    shape are also written in the argument's layout. Nothing for a contiguous argument, or
+    one whose elements do not fill its memory."""
     extent = 1 + sum((n - 1) * k for n, k in zip(x.shape, x.stride(), strict=True))
     if x.is_contiguous() or x.numel() != extent:
         return
@@ -150,7 +153,8 @@ def _without_strides(
     wrong = reference.arguments.mapped(partial(_replaced, values={name: memory}))
 
     def written() -> Values:
-        """Returns the results, those of the argument's shape in its layout."""
+        """Returns the results by name, those of the argument's shape as if written in its
+        layout."""
         return {
             n: torch.as_strided(y.contiguous(), y.shape, x.stride()).contiguous()
             if y.shape == x.shape
@@ -164,14 +168,15 @@ def _without_strides(
 
 
 def _replaced(name: str, x: Tensor, values: Mapping[str, Tensor]) -> Tensor:
-    """Returns the tensor of that name among `values`; `x` where there is none."""
+    """Returns the tensor `name` of `values`; `x` where `values` lacks it."""
     return values.get(name, x)
 
 
 def _other_values(name: str, x: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yields (words, tensor of the same shape and dtype) for what may be read in place of
-    an argument: shifted, negated, exchanged or repeated numbers, or indices moved by one,
-    within 0 and the largest. Nothing for bools and empty tensors."""
+    an argument: shifted, negated, exchanged or repeated numbers, or indices (int32,
+    int64) moved by one, clamped to 0 and the largest. Nothing for other dtypes and empty
+    tensors."""
     if x.is_floating_point() and x.numel():
         for added in ADDED:
             yield f"{added:+g} is added to {name}", x + added
@@ -193,8 +198,8 @@ def _other_values(name: str, x: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 def _of_other_parameters(reference: FunctionReference) -> Iterator[OtherReference]:
     """Yields the reference with each floating-point parameter and buffer of a module
-    filled with 0 and with 1 where it is not that already; nothing where the reference is
-    no module."""
+    filled with 0 and with 1, in a copy, where it is not that already; nothing where the
+    reference is no module itself."""
     module = reference.function
     if not isinstance(module, nn.Module):
         return
@@ -209,13 +214,14 @@ def _of_other_parameters(reference: FunctionReference) -> Iterator[OtherReferenc
 
 def _of_function(reference: FunctionReference, other: Callable[..., object]) -> Values:
     """Returns the exact results of another function on the reference's call, by name.
-    Raises what it raises."""
+    Raises what the other function raises."""
     return dataclasses.replace(reference, function=other).computed(UNROUNDED)
 
 
 def _of_other_options(reference: FunctionReference) -> Iterator[OtherReference]:
     """Yields the reference with another value of each option that is a bool or an
-    integer: an argument, or a parameter's default."""
+    integer, one option at a time. Options are arguments, and parameters with a
+    default."""
     for name, value in options_of(reference).items():
         for other in _other_options(value):
             words = f"{name} is {other} in place of {value}"
@@ -224,8 +230,8 @@ def _of_other_options(reference: FunctionReference) -> Iterator[OtherReference]:
 
 
 def options_of(reference: FunctionReference) -> dict[str, object]:
-    """Returns the numbers and bools among the arguments and the defaults of parameters,
-    by name; empty where the signature cannot be read."""
+    """Returns the numbers and bools among the arguments, and among the defaults of
+    parameters that are not passed, by name; empty where the signature cannot be read."""
     called = reference.function
     called = called.forward if isinstance(called, nn.Module) else called
     try:
@@ -242,16 +248,16 @@ def options_of(reference: FunctionReference) -> dict[str, object]:
 
 
 def _other_options(value: object) -> list[object]:
-    """Returns what an option may be taken for: a bool the other way round, an integer
-    one more and one less; nothing for any other."""
+    """Returns what an option may be mistaken for: for a bool its negation, for an integer
+    one more and one less; nothing for any other value."""
     if isinstance(value, bool):
         return [not value]
     return [value + 1, value - 1] if isinstance(value, int) else []
 
 
 def with_option(arguments: Arguments, name: str, value: object) -> Arguments:
-    """Returns the arguments with another value of the option `name`, by place where it
-    stands by place."""
+    """Returns the arguments with another value of the option `name`: in its place where
+    it is passed by place, else by name."""
     if name in arguments.names[: len(arguments.positional)]:
         i = arguments.names.index(name)
         positional = list(arguments.positional)
@@ -264,8 +270,9 @@ def with_option(arguments: Arguments, name: str, value: object) -> Arguments:
 
 
 def cuts() -> Iterator[tuple[str, Callable[[int], int]]]:
-    """Yields what a sum leaves out, in words, and how many of n terms that are: more than
-    0 the last, less the first."""
+    """Yields pairs of what a sum leaves out, in words (`their last term`), and a function
+    of its number of terms n, which returns how many go: above 0 the last ones, below 0
+    the first ones."""
     yield "their last term", lambda n: 1
     yield "their first term", lambda n: -1
     for share in SHARES:
@@ -288,8 +295,9 @@ def _partial_block(n: int, of: int) -> int:
 def _of_other_sums(
     reference: FunctionReference, calls: Mapping[str, int]
 ) -> Iterator[OtherReference]:
-    """Yields the reference with means that divide by n - 1, and with sums without some
-    of their terms, of which a mean may count all or those that stay."""
+    """Yields the reference with sums without some of their terms, for each of `cuts`: all
+    sums at once (a mean may divide by all terms or by those that stay), then each
+    operator's alone. Nothing where the reference calls no operator of SUMS."""
     if not SUMS & calls.keys():
         return
 
@@ -309,16 +317,16 @@ def _of_other_sums(
 
 
 def of_operator(operation: OperatorCall, name: str, change: Change) -> object:
-    """Returns what `change` returns of the operator `name`; NotImplemented for any
-    other."""
+    """Returns what `change` returns for a call of the operator `name`; NotImplemented for
+    any other operator."""
     return change(operation) if operation.name == name else NotImplemented
 
 
 def _of_missing_operations(
     reference: FunctionReference, calls: Mapping[str, int]
 ) -> Iterator[OtherReference]:
-    """Yields the reference with all calls of an operator left out, where there are a
-    few."""
+    """Yields the reference with all calls of an operator left out, for each operator of
+    at most MAX_CALLS calls."""
     for name, count in calls.items():
         if count <= MAX_CALLS:
             change = partial(of_operator, name=name, change=left_out)
@@ -327,8 +335,9 @@ def _of_missing_operations(
 
 
 def narrow_formats(dtype: torch.dtype) -> list[Format]:
-    """Returns the formats that code in a dtype may compute in by mistake: those of 16
-    bits, TF32, and one coarser than its own."""
+    """Returns the formats that code in a dtype may compute in by mistake: for float32
+    TF32, bfloat16 and float16; for others bfloat16 and float16 (also where that is the
+    dtype's own), and the coarser one of NARROWER, if there is one."""
     names = ["bfloat16", "float16"]
     if dtype == torch.float32:
         names = ["tf32", *names]
@@ -340,8 +349,9 @@ def narrow_formats(dtype: torch.dtype) -> list[Format]:
 def _of_narrow_operations(
     reference: FunctionReference, calls: Mapping[str, int]
 ) -> Iterator[OtherReference]:
-    """Yields the reference with products of factors in narrower formats, sums that are
-    rounded to 16 bits block by block, and results of one operator in 16 bits."""
+    """Yields the reference with factors of products in narrower formats; with sums that
+    are rounded to 16 bits block by block; with all operations rounded to a narrower
+    format, then each operator alone."""
     dtypes = [x.dtype for x in reference.arguments.leaves().values()]
     floats = [dtype for dtype in dtypes if dtype.is_floating_point]
     dtype = floats[0] if floats else torch.float32
@@ -377,10 +387,10 @@ def _of_narrow_operations(
 def _of_other_calls(
     reference: FunctionReference, calls: Mapping[str, int]
 ) -> Iterator[OtherReference]:
-    """Yields the reference with one call of an operator alone left out, or its sum cut,
-    of operators that are called more than once and up to MAX_CALLS times; then with the
-    second argument of an addition, subtraction, multiplication or division, one of the
-    first MAX_CALLS, taken for its result."""
+    """Yields the reference with a single call of an operator left out, or with fewer
+    terms in its sum, for operators of 2 to MAX_CALLS calls. Then it yields the reference
+    with the second argument of an addition, subtraction, multiplication or division taken
+    for its result, for each of the first MAX_CALLS calls."""
     for name, count in calls.items():
         for i in range(count if 1 < count <= MAX_CALLS else 0):
             which = f"call {i + 1} of {count} of {name}"

@@ -26,7 +26,8 @@ TINY = 1e-300
 
 
 class OtherResult(NamedTuple):
-    """What would come out, fp64, in words."""
+    """What would come out instead, fp64, and a clause that says so: `it is 0
+    everywhere`."""
 
     words: str
     values: Tensor
@@ -38,10 +39,12 @@ class OtherResult(NamedTuple):
 def other_results(
     name: str, x: Tensor, reference: FunctionReference, earlier: Values, floor: float
 ) -> Iterator[OtherResult]:
-    """Yields alternatives to an output, (words, fp64 tensor of its shape): the exact
-    result changed, the result of an earlier call, and arguments of the same shape. Of an
-    output `x` that is 0 wherever it is finite only 0 itself. `floor`: the rms error of
-    the exact result rounded once."""
+    """Yields what may stand in place of an output: the exact result changed, the exact
+    result of an earlier call, and arguments of the same shape, fp64 of its shape. Of an
+    output `x` that is 0 wherever it is finite only 0 itself is yielded. `name`: of an
+    output that the reference has; `x`: fp64; `earlier`: exact results of another call, by
+    name; `floor`: the rms error of the exact result rounded once. Raises what the
+    reference raises."""
     truth = reference.truth[name]
     finite = truth.isfinite() & x.isfinite()
     t, o = (torch.where(finite, y, 0.0) for y in (truth, x))
@@ -66,9 +69,10 @@ def other_results(
 def _linear(
     o: Tensor, t: Tensor, truth: Tensor, count: int, floor: float
 ) -> Iterator[OtherResult]:
-    """Yields the exact result scaled, and moved, by what fits the output `o` best, in as
-    few digits as fit as well. `t`: the exact result; both 0 where either is not finite,
-    which all but `count` elements are. `floor`: of the exact result rounded once."""
+    """Yields the exact result times the factor that fits the output `o` best, and plus
+    the number that does, each in as few digits as fit as well. `t`: the exact result;
+    both are 0 at elements where one is not finite, and `count` elements are left.
+    `floor`: the rms error of the exact result rounded once."""
     enough = AS_GOOD * count * floor**2
     power = float((t * t).sum())
     scale = float((o * t).sum()) / max(power, TINY)
@@ -82,9 +86,10 @@ def _linear(
 
 
 def _in_few_digits(value: float, power: float, left: float, enough: float) -> float:
-    """Returns the shortest decimal of two digits or more near the best factor of
-    something of the squared size `power`, that leaves at most AS_GOOD times the squared
-    error `left` of the best, or `enough`; the factor itself where none of DIGITS does."""
+    """Returns the shortest decimal of two to four digits near `value`, a factor of
+    something of the squared size `power`, that leaves little error: at most AS_GOOD times
+    the squared error `left` of the best, or at most `enough`. `value` itself where none
+    does."""
     for digits in range(1, DIGITS):
         short = float(f"{value:.{digits}e}")
         if left + (short - value) ** 2 * power <= max(AS_GOOD * left, enough):
@@ -94,7 +99,8 @@ def _in_few_digits(value: float, power: float, left: float, enough: float) -> fl
 
 def _rearranged(truth: Tensor) -> Iterator[OtherResult]:
     """Yields the exact result averaged, shifted, reversed or constant along an axis, and
-    with axes exchanged, in its shape or in memory. Axes of one place are passed over."""
+    with axes exchanged, in its shape or in memory. Axes of one place are passed over; of
+    a scalar nothing is yielded."""
     if truth.ndim:
         yield OtherResult("it is the mean along its last axis", mean_along_last(truth))
     for axis in range(truth.ndim):
@@ -126,11 +132,13 @@ def _rearranged(truth: Tensor) -> Iterator[OtherResult]:
 
 def _other_entries(x: Tensor, truth: Tensor, axis: int) -> Iterator[OtherResult]:
     """Yields at most one alternative: the exact result in which each entry of an axis
-    that errs most is replaced by the exact entry nearest to what stands in its place, or
-    by 0 where that is as near; of entries of fewer than LEAST_WIDTH numbers 0 alone,
-    since another's few numbers are in its place by luck. Nothing where none or more than
-    MAX_ENTRIES err by FAR times the median's squared error. A tile that was not written,
-    or written twice, leaves such entries."""
+    whose squared error is more than FAR times the median entry's is replaced by the exact
+    entry nearest to what stands in its place, or by 0 where that is as near. Where one of
+    these is all 0 in `x`, every other entry that is all 0 and should not be is replaced
+    too. Of entries of fewer than LEAST_WIDTH numbers 0 alone, since another's few numbers
+    are in its place by luck. Nothing where no entry errs so, or more than MAX_ENTRIES do.
+    `x`: finite, of the shape of `truth`. A tile that was not written, or written twice,
+    leaves such entries."""
     if not truth.numel():
         return
     size = truth.shape[axis]
@@ -145,9 +153,10 @@ def _other_entries(x: Tensor, truth: Tensor, axis: int) -> Iterator[OtherResult]
 
 
 def _other_tiles(x: Tensor, truth: Tensor) -> Iterator[OtherResult]:
-    """Yields, for square tiles of TILES places of the last two axes, the exact result in
-    which each tile that errs most is replaced by the nearest exact one, or by 0. Nothing
-    where tiles do not fill the axes, or are more than MAX_TILES."""
+    """Yields, for square tiles of each size of TILES in the last two axes, what
+    `_other_entries` does for entries of an axis: the exact result with tiles that err
+    replaced by the nearest exact tile, or by 0. Nothing for fewer than two axes, where
+    tiles do not fill the axes, where one tile does, or for more than MAX_TILES tiles."""
     if truth.ndim < 2:
         return
     for size in TILES:
@@ -168,9 +177,10 @@ def _other_tiles(x: Tensor, truth: Tensor) -> Iterator[OtherResult]:
 
 
 def _with_others(entries: Tensor, out: Tensor, noun: str) -> OtherResult | None:
-    """Returns exact entries [n, width] in which those that err are replaced by the
-    nearest other or 0, an effect where these are all 0 and not the last ones; None where
-    there is nothing to replace, or more than MAX_ENTRIES. What is not finite counts as 0.
+    """Returns exact entries [n, width], flattened, in which those that err are replaced
+    by the nearest other exact entry or 0. `is_effect` where all are replaced by 0 and
+    they are not the last ones. None for fewer than two entries, where none errs FAR times
+    as the median does, or more than MAX_ENTRIES do. What is not finite counts as 0.
     `out`: the output's entries; `noun`: what one is called."""
     if len(entries) < 2:
         return None
@@ -201,8 +211,8 @@ def _with_others(entries: Tensor, out: Tensor, noun: str) -> OtherResult | None:
 
 
 def _sources_in_words(sources: Sequence[str], wrong: Sequence[int], noun: str) -> str:
-    """Returns what stands in wrong places: one source of all, the neighbour of each, or
-    `others`."""
+    """Returns what stands in wrong places: the one source of all (`0`, `row 3`), `the row
+    before` or `the row after` where it is the neighbour of each, else `others`."""
     if len(set(sources)) == 1:
         return sources[0]
     for step, words in ((-1, "before"), (1, "after")):

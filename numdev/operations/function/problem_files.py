@@ -29,8 +29,8 @@ SEED = 42  # of the parameters
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleBuild:
-    """How a module is made from its class: of these arguments, under this seed, in this
-    dtype, with this state, if any."""
+    """How a module is made from its class: with these arguments, under SEED, with this
+    state and in this dtype (None: as the class makes it), on this device."""
 
     arguments: tuple[object, ...]
     state: Values | None = None
@@ -40,8 +40,9 @@ class ModuleBuild:
     def module(self, make: Callable[..., object]) -> nn.Module:
         """Returns the module that a class makes, on the device, with `state` and in
         `dtype` where these are not None. PyTorch's generators are seeded with SEED for
-        it, and the CPU's restored. Raises UsageError where the class raises or makes no
-        module, RuntimeError for a state of other names or shapes."""
+        it; that of the CPU is restored afterwards, those of CUDA are not. Raises
+        UsageError where the class raises or makes no module, RuntimeError for a state of
+        other names or shapes."""
         with torch.random.fork_rng(devices=()), on_device(self.device):
             torch.manual_seed(SEED)
             try:
@@ -58,7 +59,8 @@ class ModuleBuild:
 
 @dataclass(frozen=True, kw_only=True)
 class ProblemFile:
-    """A problem file."""
+    """A problem file that was imported: its class `Model`, its `get_inputs`, and how
+    modules are made."""
 
     path: Path
     model: Callable[..., object]
@@ -69,8 +71,8 @@ class ProblemFile:
     def read(cls, path: Path, device: str) -> ProblemFile:
         """Imports a problem file, calls its `get_init_inputs`, and returns it. Raises
         UsageError for a file that cannot be imported, or lacks a callable `Model`,
-        `get_inputs` or `get_init_inputs`, and where the last raises or returns no
-        list."""
+        `get_inputs` or `get_init_inputs`, and where `get_init_inputs` raises or returns
+        neither a list nor a tuple."""
         module = module_of(path)
         names = (MODEL, "get_inputs", "get_init_inputs")
         lacking = [name for name in names if not callable(getattr(module, name, None))]
@@ -92,8 +94,8 @@ class ProblemFile:
 
     def inputs(self) -> tuple[object, ...]:
         """Returns the arguments of a call, drawn anew from PyTorch's generators, on the
-        device. Raises whatever `get_inputs` raises, and UsageError where it returns no
-        list."""
+        device. Raises whatever `get_inputs` raises, and UsageError where it returns
+        neither a list nor a tuple."""
         with on_device(self.build.device):
             return _listed(self.get_inputs(), f"{self.path}: get_inputs")
 
@@ -109,9 +111,9 @@ def _listed(arguments: object, what: str) -> tuple[object, ...]:
 
 def module_of(path: Path) -> ModuleType:
     """Imports a file as a module under a name that no other file has, anew at each call,
-    and returns it. Its folder is added to the end of sys.path, the module to
-    sys.modules. Raises UsageError for no file, for one whose name does not end in .py,
-    and where the import raises an exception."""
+    and returns it. Its folder is added to the end of sys.path, the module to sys.modules.
+    Raises UsageError where there is no such file, where its name does not end in .py, and
+    where the import raises an exception; SystemExit passes."""
     if not path.is_file():
         raise UsageError(f"{path}: no such file")
     if path.suffix != ".py":
@@ -144,10 +146,10 @@ def forms_of(module: nn.Module) -> dict[str, list[int]]:
 
 
 def redrawn_state(module: nn.Module) -> tuple[Values, list[str]]:
-    """Returns a copy of a module's state in which each floating-point tensor of at least
-    two elements that are all 0 or all 1 is moved, element by element, by a uniform
-    number from -1/2 to 1/2, always the same; and the names of these tensors. The module
-    is not changed."""
+    """Returns a copy of a module's state, and the names of the tensors that differ in it.
+    These are the floating-point tensors of at least two elements that are 0 everywhere,
+    or 1 everywhere: each element is moved by a uniform number from -1/2 to 1/2, the same
+    ones at every call. The module is not changed."""
     generator = torch.Generator().manual_seed(SEED)
     state: Values = {}
     names: list[str] = []
@@ -163,16 +165,16 @@ def redrawn_state(module: nn.Module) -> tuple[Values, list[str]]:
 
 @contextmanager
 def on_device(device: str) -> Iterator[None]:
-    """Returns a context in which tensors that code makes on "cuda", and all of its
-    torch.Generator objects, are made on this device; one that changes nothing where the
-    device is itself a CUDA one."""
+    """Returns a context in which code that asks for a tensor on "cuda" gets it on this
+    device, and `torch.Generator` makes generators of this device. It changes nothing
+    where the device is a CUDA one."""
     if device.startswith("cuda"):
         yield
         return
     generator = torch.Generator
 
     class GeneratorType(type):
-        """Of a class whose instances are PyTorch's generators."""
+        """The type of a class of which PyTorch's generators count as instances."""
 
         def __instancecheck__(cls, x: object) -> bool:
             """Whether x is a generator of PyTorch's."""
@@ -196,7 +198,7 @@ def on_device(device: str) -> Iterator[None]:
 
 
 class _Elsewhere(torch.overrides.TorchFunctionMode):
-    """Within this mode functions that are asked for a tensor on "cuda" make it on
+    """Within this mode a function that is asked for a tensor on "cuda" makes it on
     another device; `Tensor.cuda` returns its tensor as it is."""
 
     def __init__(self, device: str) -> None:
@@ -220,7 +222,7 @@ class _Elsewhere(torch.overrides.TorchFunctionMode):
 
 
 def _is_cuda(x: object) -> bool:
-    """Whether x is a device, or a string, that begins with `cuda`."""
+    """Whether x is a string or a device whose text begins with `cuda`."""
     return isinstance(x, str | torch.device) and str(x).startswith("cuda")
 
 

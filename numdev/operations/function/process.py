@@ -63,9 +63,10 @@ RunWork = Callable[[Work], Sequence[Answer]]
 
 @dataclass(eq=False)
 class FunctionProcess:
-    """A process that runs a function. Use as a context manager; it ends with it. With
-    `starts_cuda` it starts CUDA at once, which takes a second or two, while the caller
-    does other things."""
+    """A process that runs a function. It begins with the context of this object, and ends
+    with it. `run`: a function of a module, which the process calls with each task. With
+    `starts_cuda` the process starts CUDA at once, which takes a second or two, while the
+    caller goes on."""
 
     run: RunWork
     starts_cuda: bool = False
@@ -101,12 +102,13 @@ class FunctionProcess:
             os.waitpid(self._pid, 0)
 
     def answers(self, work: Work) -> list[Answer]:
-        """Returns the answer to each draw: what the function came to, or in words why
-        there is nothing. For a module without draws: one answer, the names and shapes of
-        its state as JSON. Raises UsageError where the process cannot import the target or
-        make its module, MeasurementError where it ends, answers nonsense, or does not
-        answer within `limit_s` seconds; it is ended then, and each later call raises the
-        same. Raises MeasurementError for arguments that cannot be pickled, too."""
+        """Returns the answer to each draw: the run, or in words why there is none. For a
+        module without draws: one answer, the names and shapes of its state as JSON.
+        Raises UsageError where the process cannot import the target or make its module.
+        Raises MeasurementError where the process ends, answers nonsense, or does not
+        answer within `limit_s` seconds; it is killed then, and each later call raises the
+        same. Raises MeasurementError for arguments that cannot be pickled, after which
+        the process can still be asked."""
         if self._fate:
             raise MeasurementError(self._fate)
         messages = _packed(work)
@@ -124,8 +126,8 @@ class FunctionProcess:
             raise MeasurementError(self._fate) from error
 
     def _kill(self) -> None:
-        """Ends the process, and those that it began in its group; does nothing where none
-        was begun."""
+        """Kills the process, and all that it began in its group; does nothing where no
+        process was begun."""
         if not self._pid:  # 0 would be this process's own group
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -134,18 +136,20 @@ class FunctionProcess:
             os.kill(self._pid, signal.SIGKILL)
 
     def _fate_in_words(self, error: Exception) -> str:
-        """Returns in words what an error says of the process: that it ended without an
-        answer, and by what, or that its answer is unusable, and why."""
+        """Returns a predicate of the process: for an EOFError or BrokenPipeError `ended
+        without an answer (signal SIGSEGV)`, for any other error `gave an unusable answer
+        (...)`."""
         if not isinstance(error, EOFError | BrokenPipeError):
             return f"gave an unusable answer ({one_line(error)})"
         return f"ended without an answer{ending_of(self._pid)}"
 
     def _read_header(self, until: float) -> list[Mapping[str, object]]:
-        """Returns the header of the process's answers, a mapping for each: the tensors of
-        a run by group as [name, dtype, shape], whose bytes follow; or `reason`, why there
-        is no run; or `usage`, the words of a UsageError. `until`: a deadline by
-        time.monotonic(). Raises EOFError where the process ended, ValueError for an
-        answer that is late or is no such list."""
+        """Returns the header that the process sends before its answers, a mapping for
+        each. The mapping of a run has its tensors by group as [name, dtype, shape], whose
+        bytes follow the header; another has `reason`, why there is no run, or `usage`,
+        the words of a UsageError. `until`: a deadline by time.monotonic(). Raises
+        EOFError where the process ended, ValueError for an answer that is late or is no
+        such list."""
         (size,) = struct.unpack("<q", self._read(8, until))
         if not 0 <= size <= LARGEST_HEADER:
             raise ValueError("its answer has no header")
@@ -156,10 +160,11 @@ class FunctionProcess:
         return header
 
     def _one(self, answer: Mapping[str, object], until: float) -> Answer:
-        """Returns the answer to one draw, whose tensors are read from the process, or
-        the reason why there is none. `answer`: its part of the header. Raises EOFError
-        where the process ended, ValueError for tensors that are late or none, KeyError
-        and TypeError for a header without its parts."""
+        """Returns the answer to one draw: a run, whose tensors are read from the process,
+        or the reason why there is none. `answer`: the draw's part of the header; `until`:
+        a deadline by time.monotonic(). Raises EOFError where the process ended,
+        ValueError for tensors that are late or not well formed, KeyError and TypeError
+        for a header without its parts."""
         if "reason" in answer:
             return str(answer["reason"])
         groups: dict[str, Values] = {}
@@ -194,9 +199,9 @@ class FunctionProcess:
 
     def _tensor(self, dtype_name: str, shape: object, until: float) -> Tensor:
         """Returns a tensor on the CPU, whose bytes are read from the process. Raises
-        ValueError for a shape or dtype that is none, and for a quantized one, whose
-        bytes are no values: PyTorch crashes on them; ValueError after the deadline
-        `until` too, and EOFError where the process ended."""
+        ValueError for a name that is no dtype of numbers (a quantized one's bytes are no
+        values, and PyTorch crashes on them), for a shape that is none, and after the
+        deadline `until`; EOFError where the process ended."""
         dtype = getattr(torch, dtype_name, None)
         is_number = isinstance(dtype, torch.dtype) and (
             dtype.is_floating_point or dtype.is_complex or dtype in INTEGERS
@@ -213,8 +218,8 @@ class FunctionProcess:
         return torch.frombuffer(data, dtype=dtype).reshape(sizes)
 
     def _read(self, size: int, until: float) -> bytes:
-        """Returns the next `size` bytes of the process. Raises EOFError where it ended,
-        ValueError after the deadline `until`."""
+        """Returns the next `size` bytes that the process sends. Raises EOFError where the
+        process ended, ValueError after the deadline `until` (time.monotonic())."""
         parts: list[bytes] = []
         while size:
             left = max(0.0, until - time.monotonic())
@@ -230,9 +235,9 @@ class FunctionProcess:
 
 
 def _packed(work: Work) -> list[bytes]:
-    """Returns a task as two messages: its surroundings first, since arguments may be of
-    classes that are only found there. Raises MeasurementError for arguments that cannot
-    be pickled."""
+    """Returns a task as two pickled messages: its surroundings, then the whole task,
+    since arguments may be of classes that are only found in the surroundings. Raises
+    MeasurementError for arguments that cannot be pickled."""
     packed = []
     try:
         for part in (work.surroundings, work):
@@ -246,8 +251,9 @@ def _packed(work: Work) -> list[bytes]:
 
 
 def _answered(run: RunWork, surroundings: bytes, packed: bytes) -> Message:
-    """Returns the header and the tensors that answer a task, which is unpacked and run in
-    its surroundings. A UsageError of the run is an answer; anything else is raised."""
+    """Returns the header and the tensors that answer a task. Both arguments are pickled;
+    the task is unpacked and run in its surroundings. A UsageError of the run becomes an
+    answer; any other exception is raised."""
     around = torch.load(io.BytesIO(surroundings), weights_only=False)
     with contextlib.ExitStack() as stack:
         if around is not None:
@@ -261,15 +267,16 @@ def _answered(run: RunWork, surroundings: bytes, packed: bytes) -> Message:
 
 
 def _listed(value: object) -> list[object]:
-    """Returns the value if it is a list. Raises ValueError otherwise."""
+    """Returns the value, which must be a list. Raises ValueError for anything else."""
     if not isinstance(value, list):
         raise ValueError("its answer has no list")
     return value
 
 
 def ending_of(pid: int) -> str:
-    """Returns in brackets how a child process ended: its exit status, or the signal's
-    name; empty where the system does not tell. The process is not reaped."""
+    """Returns how a child process ended: ` (exit status 1)` or ` (signal SIGSEGV)`. Empty
+    where the system does not tell, for 0, and where the process has not ended within a
+    second. The process is not reaped."""
     if not pid or not hasattr(os, "waitid"):
         return ""
     how = os.WEXITED | os.WNOWAIT | os.WNOHANG
@@ -288,8 +295,8 @@ def ending_of(pid: int) -> str:
 
 
 def _continue_anew(run: RunWork, task: int, answer: int) -> NoReturn:
-    """Replaces this process by a new interpreter that serves tasks. `task`, `answer`: the
-    pipe ends from which it reads, and into which it writes."""
+    """Replaces this process by a new interpreter that serves tasks; never returns.
+    `task`, `answer`: the descriptors from which it reads, and into which it writes."""
     module, name = run.__module__, run.__name__
     code = (
         f"import sys; sys.path[:] = {sys.path!r}\n"
@@ -306,10 +313,10 @@ def _continue_anew(run: RunWork, task: int, answer: int) -> NoReturn:
 
 
 def _serve_and_exit(run: RunWork, task: int, answer: int) -> None:
-    """Answers the tasks that come from the descriptor `task` until nobody can send any
-    more, then ends the process, and never returns. A UsageError is an answer; any other
-    exception is printed to stderr and ends the process with status 1. What `run` prints
-    goes to stderr."""
+    """Answers the tasks that come from the descriptor `task` until its other end is
+    closed, then ends the process with status 0; never returns. A UsageError is an answer;
+    any other exception is printed to stderr and ends the process with status 1. What
+    `run` prints goes to stderr."""
     try:
         with contextlib.suppress(OSError):  # it has one already
             os.setsid()
@@ -330,8 +337,8 @@ def _serve_and_exit(run: RunWork, task: int, answer: int) -> None:
 
 
 def _as_message(answers: Sequence[Answer]) -> Message:
-    """Returns the header, a mapping for each answer that JSON can hold, and the tensors
-    that it names, in order."""
+    """Returns the header, one mapping for each answer that JSON can hold, and the tensors
+    that it names, in its order."""
     header: list[dict[str, object]] = []
     tensors: list[Tensor] = []
     for answer in answers:
@@ -358,8 +365,8 @@ def _as_message(answers: Sequence[Answer]) -> Message:
 
 
 def _messages(descriptor: int) -> Iterator[bytes]:
-    """Yields the messages that come from a descriptor, each after its length in 8 bytes,
-    until its end; closes it then."""
+    """Yields the messages that come from a descriptor, each without its length of 8
+    bytes, until the descriptor's other end is closed; closes the descriptor then."""
     with os.fdopen(descriptor, "rb") as stream:
         while head := stream.read(8):
             (size,) = struct.unpack("<q", head)
@@ -367,15 +374,15 @@ def _messages(descriptor: int) -> Iterator[bytes]:
 
 
 def _write(descriptor: int, message: bytes) -> None:
-    """Writes a message to a descriptor, its length in 8 bytes first. Raises OSError
-    where nobody reads."""
+    """Writes a message to a descriptor, its length in 8 bytes first. Raises OSError where
+    the other end is closed."""
     _write_all(descriptor, struct.pack("<q", len(message)))
     _write_all(descriptor, message)
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
-    """Writes all bytes to a descriptor, in as many writes as it takes. Raises OSError
-    where nobody reads."""
+    """Writes all bytes to a descriptor, in as many writes as the system needs. Raises
+    OSError where the other end is closed."""
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]

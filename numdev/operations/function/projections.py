@@ -33,9 +33,10 @@ class Subtracted:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ProjectedGradient:
-    """A gradient by groups, fp64 [groups, numbers of a group] or of a shape that expands
-    to it; `ungrouped` returns such a tensor in the gradient's own shape. Of a norm there
-    are h too, by groups, and the axes that the gradients of weight and bias sum over."""
+    """A gradient by groups: tensors are fp64 [groups, numbers of a group] or of a shape
+    that expands to it. `ungrouped` returns such a tensor in the gradient's own shape. Of
+    a norm alone there are `normalised`, h by groups, and `over`, the axes that the
+    gradients of weight and bias sum over."""
 
     scale: Tensor
     back: Tensor
@@ -46,9 +47,10 @@ class ProjectedGradient:
 
 
 def projection_of(func: OpOverload, args: Sequence[object]) -> ProjectedGradient | None:
-    """Returns the gradient of the input of a norm or a softmax; None for any other
-    operator, and for a batch norm that takes running statistics, which subtracts
-    nothing."""
+    """Returns the gradient of the input that a backward operator of a norm or a softmax
+    computes (PROJECTIONS); None for any other operator, and for a batch norm that takes
+    running statistics, which subtracts nothing. `args`: the operator's positional
+    arguments."""
     name = func.overloadpacket.__name__
     make = PROJECTIONS.get(name)
 
@@ -65,8 +67,8 @@ Read = Callable[[str], object]
 
 def _of_layer_norm(read: Read) -> ProjectedGradient:
     """Returns the gradient of a layer norm's input, or of an RMS norm's, which subtracts
-    no mean, from the arguments of PyTorch's backward operator, by name as `read` returns
-    them; a group is a row."""
+    no mean, from the arguments of PyTorch's backward operator, which `read` returns by
+    name. A group is a row: all normalised axes of one place of the others."""
     back, x, rstd = (cast(Tensor, read(n)) for n in ("grad_out", "input", "rstd"))
     mean, weight = read("mean"), read("weight")
     rows = (rstd.numel(), -1)
@@ -86,8 +88,8 @@ def _of_layer_norm(read: Read) -> ProjectedGradient:
 
 
 def _of_group_norm(read: Read) -> ProjectedGradient:
-    """Returns the gradient of a group norm's input; a group is one of its groups of
-    channels of a batch entry."""
+    """Returns the gradient of a group norm's input; a group is all numbers of a group of
+    channels in one batch entry."""
     back, x = (cast(Tensor, read(n)) for n in ("grad_out", "input"))
     mean, rstd = (cast(Tensor, read(n)) for n in ("mean", "rstd"))
     weight, rows = read("weight"), (mean.numel(), -1)
@@ -102,8 +104,8 @@ def _of_group_norm(read: Read) -> ProjectedGradient:
 
 
 def _of_batch_norm(read: Read) -> ProjectedGradient | None:
-    """Returns the gradient of the input of a batch norm in training, of which a group is
-    a channel; None for one that takes running statistics."""
+    """Returns the gradient of the input of a batch norm in training; a group is all
+    numbers of a channel. None for one that takes running statistics."""
     if not read("train"):
         return None
     back, x = (cast(Tensor, read(n)) for n in ("grad_out", "input"))
@@ -121,8 +123,8 @@ def _of_batch_norm(read: Read) -> ProjectedGradient | None:
 
 
 def _by_channel(weight: Tensor, x: Tensor) -> Tensor:
-    """Returns a weight of the channels of `x`, its second axis, in a shape that
-    multiplies it."""
+    """Returns a weight [channels] in a shape that broadcasts against `x`, whose second
+    axis has the channels."""
     return weight.reshape(1, -1, *[1] * (x.ndim - 2))
 
 
@@ -135,8 +137,9 @@ def _of_norm(
     g: Tensor, centred: Tensor, rstd: Tensor, ungrouped: Callable[[Tensor], Tensor],
     over: tuple[int, ...], *, has_mean: bool = True,
 ) -> ProjectedGradient:  # fmt: skip
-    """Returns the gradient of a norm's input from tensors by groups: g, what is
-    normalised, and the reciprocal of its deviation, [groups, 1]."""
+    """Returns the gradient of a norm's input from tensors by groups: g, the input less
+    its mean (`centred`; without a mean the input), and the reciprocal of its deviation,
+    [groups, 1]."""
     normalised, share = centred * rstd, 1 / g.shape[-1]
     parts = [Subtracted(weight=normalised * share, terms=g * normalised)]
     if has_mean:
@@ -148,8 +151,8 @@ def _of_norm(
 
 
 def _of_softmax(read: Read) -> ProjectedGradient:
-    """Returns the gradient y (g - sum(g y)) of the input of a softmax y; a group is along
-    its dimension."""
+    """Returns the gradient y (g - sum(g y)) of the input of a softmax y; a group is a
+    line along its dimension."""
     back, y = (cast(Tensor, read(n)) for n in ("grad_output", "output"))
     dim = cast(int, read("dim"))
     moved = y.movedim(dim, -1)

@@ -42,9 +42,10 @@ RUNS = 64  # from the seed of a call's first run to that of the next call's
 
 
 class _Spread(nn.Module):
-    """A function of a tuple and a mapping that calls another one with them. With `writes`
-    that gets copies of those that require a gradient, which autograd lets it write into,
-    and all are returned beside the output."""
+    """A module that calls a function with a tuple of positional arguments and a mapping
+    of named ones. With `writes` the function gets copies of the tensors that require a
+    gradient, since autograd lets code write into these; all arguments are then returned
+    beside the output."""
 
     def __init__(self, function: Callable[..., object], *, writes: bool) -> None:
         super().__init__()
@@ -53,8 +54,9 @@ class _Spread(nn.Module):
     def forward(
         self, positional: Sequence[object], named: Mapping[str, object]
     ) -> object:
-        """Returns what the function returns of these arguments, dataclasses opened; with
-        `writes` a pair of that and the arguments afterwards, detached."""
+        """Returns what the function returns, with dataclasses opened; with `writes` a
+        pair of that and the tree of arguments afterwards, detached. Raises what the
+        function raises."""
         if not self.writes:
             return opened(called(self.function, positional, named))
         tree = tree_map(_writable, (positional, named))
@@ -75,7 +77,8 @@ def _detached(x: object) -> object:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FunctionReference:
     """A reference on one call. Results are by name, in fp64 (integers as they are),
-    complex ones as real [..., 2]."""
+    complex ones as real [..., 2]. Each kind of run is made once, when it is first asked
+    for."""
 
     function: Callable[..., object]
     arguments: Arguments
@@ -107,21 +110,23 @@ class FunctionReference:
     @property
     def other_cotangents(self) -> Cotangents | None:
         """Returns other gradients that come back into the outputs, those of the next
-        seed, since a gradient may depend on nothing else; None without `backward`."""
+        seed; None without `backward`."""
         return Cotangents(seed=self.seed + 1) if self.backward else None
 
     @cached_property
     def plain(self) -> FunctionRun:
-        """Returns the call as PyTorch runs it here; a module is copied for it. Operators
-        that PyTorch has no kernel for, in this format on this device, compute in float32.
-        Raises what the reference raises."""
+        """Returns the call as PyTorch runs it here, with gradients where `backward`; a
+        module is copied for it. Outputs in `returned_in` are in that dtype. An operator
+        that PyTorch has no kernel for, in this format on this device, computes in
+        float32. Raises what the reference raises."""
         return self.as_pytorch(self.arguments, self.cotangents).narrowed(self.returned_in)
 
     def as_pytorch(
         self, arguments: Arguments, cotangents: Cotangents | None = None
     ) -> FunctionRun:
-        """Returns what PyTorch makes of the reference with such arguments, as of `plain`.
-        Raises what the reference raises."""
+        """Returns a run of the reference on other arguments, as `plain` is one, without a
+        change of dtypes. Gradients are computed only with `cotangents`. Raises what the
+        reference raises."""
 
         def ran() -> FunctionRun:
             """Returns a run of the reference, of which a module is copied."""
@@ -145,34 +150,37 @@ class FunctionReference:
     @cached_property
     def rounded(self) -> list[Values]:
         """Returns the results, by name, of runs with every operation rounded: one to
-        nearest, then RANDOM of them stochastically. Raises what the reference raises."""
+        nearest, then RANDOM of them stochastically. Raises what the reference raises, and
+        Unsupported for what has no exact result."""
         nearest = [self._rounded(noise=self.seed * RUNS)]
         return nearest + [self._at_random(seed) for seed in range(1, 1 + RANDOM)]
 
     @cached_property
     def sound(self) -> list[Values]:
-        """Returns the results, by name, of SOUND further runs, rounded stochastically:
-        the yardstick is made without them. Raises what the reference raises."""
+        """Returns the results, by name, of SOUND further runs, rounded stochastically.
+        They stand for sound kernels: what may be erred is made without them, what chance
+        may add with them. Raises as `rounded`."""
         first = 1 + RANDOM
         return [self._at_random(seed) for seed in range(first, first + SOUND)]
 
     @cached_property
     def closer(self) -> list[Values]:
         """Returns the results, by name, of CLOSER further runs, rounded stochastically.
-        Raises what the reference raises."""
+        Raises as `rounded`."""
         first = 1 + RANDOM + SOUND
         return [self._at_random(seed) for seed in range(first, first + CLOSER)]
 
     def _at_random(self, number: int) -> Values:
-        """Returns the results, by name, of a run rounded stochastically, one of RUNS of
-        the call: draws that are judged together share no random numbers."""
+        """Returns the results, by name, of run `number` (below RUNS) of the call, rounded
+        stochastically. No two runs of calls that are judged together share random
+        numbers."""
         seed = self.seed * RUNS + number
         return self._rounded(noise=seed, seed=seed)
 
     def _rounded(self, *, noise: int, seed: int | None = None) -> Values:
         """Returns the results, by name, of a run with every operation rounded. `noise`:
-        the seed by which roundings go up or down; `seed`: of the numbers that the
-        reference draws, None: as in its other runs."""
+        the seed of the errors that arithmetic makes before it rounds; `seed`: by which
+        results are rounded up or down at random; None: they are rounded to nearest."""
         is_narrow = bool(self.returned_in)
         arithmetic = Arithmetic(noise=noise, seed=seed, is_narrow=is_narrow)
         values = self.computed(arithmetic)
@@ -205,10 +213,11 @@ class FunctionReference:
         backward: bool | None = None,
     ) -> Values:
         """Returns the results of a run, rounded as `rounding` says, by name: outputs,
-        arguments written into, and with `backward` gradients; of the last two those that
-        `plain` has. `arguments`, `cotangents`, `backward`: None: the call's; `within`: a
-        context of the run that meets its operations first. Raises what the reference
-        raises, and Unsupported for what has no exact result."""
+        arguments that are written into, and with `backward` gradients. Written arguments
+        and gradients that `plain` lacks are left out. `arguments`, `cotangents`,
+        `backward`: None takes the call's own. `within`: a context, such as a dispatch
+        mode, in which the run's operations pass first. Raises what the reference raises,
+        and Unsupported for what has no exact result."""
         backward = self.backward if backward is None else backward
         inputs = (arguments or self.arguments).copied(gradients=backward)
         cotangents = (cotangents or self.cotangents) if backward else None
@@ -242,22 +251,23 @@ class FunctionReference:
 
 
 def parameters_of_module(function: Callable[..., object]) -> Values:
-    """Returns the parameters and persistent buffers by name of a module, or of the one
-    whose `forward` a function is; empty for any other function."""
+    """Returns the parameters and persistent buffers by name of a module, or of the module
+    whose method, such as `forward`, a function is; empty for any other function."""
     module = module_of_function(function)
     return {} if module is None else dict(module.state_dict())
 
 
 def module_of_function(function: Callable[..., object]) -> nn.Module | None:
-    """Returns the module that a function is, or whose `forward` it is; None for any
-    other function."""
+    """Returns the module that a function is, or whose method it is, such as `forward`;
+    None for any other function."""
     owner = getattr(function, "__self__", function)
     return owner if isinstance(owner, nn.Module) else None
 
 
 def _paths(arguments: Arguments) -> list[tuple[int, str, str]]:
-    """Returns for each place where a tensor stands in the arguments: 0 for those in
-    order or 1 for those by name; its path in these; its name."""
+    """Returns one entry for each place where a tensor stands in the arguments: (0 for
+    positional or 1 for named arguments, its path among them as PyTorch writes it, the
+    tensor's name). A tensor that stands twice has two entries with one name."""
     names = {id(x): name for name, x in arguments.leaves().items()}
     placed: list[tuple[int, str, str]] = []
     for i, part in enumerate(arguments.tree):
@@ -271,7 +281,8 @@ def _paths(arguments: Arguments) -> list[tuple[int, str, str]]:
 def moved_by_half_an_ulp(arguments: Arguments, seed: int) -> Arguments:
     """Returns the arguments with every real floating-point number moved at random by at
     most its dtype's unit roundoff times itself, in fp64 tensors that say that dtype: no
-    kernel can know better than its inputs."""
+    kernel can know better than its inputs. Integers and complex numbers stay. `seed`: of
+    these moves."""
     generator = torch.Generator().manual_seed(seed)
 
     def move(name: str, x: Tensor) -> Tensor:

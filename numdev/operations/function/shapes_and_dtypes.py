@@ -28,7 +28,8 @@ class Form:
         return math.prod(self.shape) == 1
 
     def has_shape(self, x: Tensor) -> bool:
-        """Whether another tensor has this shape; of a single number, in any shape."""
+        """Whether another tensor has this shape; where this one holds a single number,
+        whether the other one does, in any shape."""
         return tuple(x.shape) == self.shape or (self.is_one_number and x.numel() == 1)
 
     @property
@@ -43,8 +44,9 @@ class Form:
         return as_real(x.reshape(self.shape) if self.is_one_number else x)
 
     def difference(self, x: Tensor) -> str | None:
-        """Returns in words how another tensor's shape, or where that is the same its
-        dtype, differs from this; None where neither does."""
+        """Returns in words how another tensor's shape differs from this, or where it does
+        not its dtype: `it has the shape [2, 3], not [3, 2]`, `it is float32, not
+        bfloat16`. None where neither does."""
         if not self.has_shape(x):
             return f"it has the shape {list(x.shape)}, not {list(self.shape)}"
         if x.dtype != self.dtype:
@@ -56,7 +58,8 @@ class Form:
     ) -> str | None:
         """Returns in words that an output is on another device than the reference's, or
         not contiguous where that is, so that a `.view()` of it fails; None where neither
-        holds, or nobody tells. `plain`: the reference's runs, one for each of `runs`."""
+        holds in any run, or where the runs do not have the output's device and strides.
+        `plain`: the reference's runs, one for each of `runs`."""
         for ran, like in zip(runs, plain, strict=True):
             device = ran.devices.get(name, self.device)
             if device != self.device:
@@ -74,10 +77,11 @@ class Form:
     def allowed_difference(
         self, name: str, ran: FunctionRun, plain: FunctionRun
     ) -> str | None:
-        """Returns in a clause in what a tensor of this shape differs from the reference's
-        and is no worse: one number in another shape, or other strides where the
-        reference's is not contiguous itself (axes of one place do not count); None where
-        it does not."""
+        """Returns a clause on how a tensor of this shape differs harmlessly from the
+        reference's. It is one number in another shape (`has the shape [1], not []: either
+        is one number`), or has other strides where the reference's is not contiguous
+        itself. Axes of one place do not count. None where neither holds. `ran` must have
+        the tensor."""
         shape = list(ran.tensors[name].shape)
         if shape != list(self.shape):
             return f"has the shape {shape}, not {list(self.shape)}: either is one number"

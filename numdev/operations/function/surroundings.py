@@ -29,8 +29,9 @@ class Surroundings:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Returns a context in which code imports its modules from the folder. At its end
-        modules of these names, and the import path, are as before."""
+        """Returns a context in which code imports its modules from the folder, anew. At
+        its end `sys.modules` has the modules of these names, and `sys.path` the entries,
+        that it had before."""
         before = {name: sys.modules.pop(name, None) for name in self.modules}
         path = list(sys.path)
         sys.path.insert(0, self.folder)
@@ -45,8 +46,8 @@ class Surroundings:
 
     @contextmanager
     def on_its_device(self) -> Iterator[None]:
-        """Returns a context in which "cuda" means the device, and waiting for a GPU that
-        is not there is nothing."""
+        """Returns a context in which "cuda" in code means the device. On any other device
+        than a CUDA one `torch.cuda.synchronize` does nothing in it."""
         if self.device.startswith("cuda"):
             yield
             return
@@ -59,7 +60,8 @@ class Surroundings:
             torch.cuda.synchronize = wait
 
     def on_device_of(self, function: Callable[..., object]) -> Callable[..., object]:
-        """Returns a function that calls another one where "cuda" means the device."""
+        """Returns a function of the same signature that calls `function` where "cuda"
+        means the device."""
 
         @functools.wraps(function)
         def call(*arguments: object, **named: object) -> object:
@@ -69,8 +71,8 @@ class Surroundings:
         return call
 
     def module_at(self, path: Path) -> ModuleType:
-        """Imports a file, anew, and returns its module. Raises UsageError where that
-        fails."""
+        """Imports a file, anew, and returns its module. Raises UsageError where the file
+        is missing, is no `.py`, or its import raises an exception; SystemExit passes."""
         with self.on_its_device():
             return module_of(path)
 
@@ -86,9 +88,10 @@ class Surroundings:
 
 @contextmanager
 def uninitialised_is_nan() -> Iterator[None]:
-    """Returns a context in which memory that nobody wrote into holds NaN (of integers the
-    largest), so that an output that a kernel leaves unwritten is seen. Operations that
-    are not deterministic run as ever."""
+    """Returns a context in which memory that PyTorch allocates and nobody writes into
+    holds NaN (of integers the largest number), so that an output that a kernel leaves
+    unwritten is seen. Operations that are not deterministic run as ever, with PyTorch's
+    warning."""
     was_on = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     # The public function of the same name loads PyTorch's compiler, for seconds

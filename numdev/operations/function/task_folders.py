@@ -36,7 +36,7 @@ Sizes = Mapping[str, object]  # arguments of `generate_input`
 
 @dataclass(frozen=True, kw_only=True)
 class TaskFolder:
-    """A task folder, as `task.yml` tells of it."""
+    """A task folder, as `task.yml` describes it."""
 
     path: Path
     tests: tuple[Sizes, ...]
@@ -44,9 +44,11 @@ class TaskFolder:
 
     @classmethod
     def read(cls, path: Path) -> TaskFolder:
-        """Reads the task of a folder. Raises UsageError where it has no `task.yml` with
-        tests, or lacks a file, and for a task of several GPUs, of another language than
-        Python, or whose outputs are judged by their properties."""
+        """Reads the task of a folder. Raises UsageError where it has no `task.yml` with a
+        list of tests, where a file that it lists is missing, and for a task of several
+        GPUs, of another language than Python, or whose outputs are judged by their
+        properties. Raises OSError for a file that cannot be read, UnicodeDecodeError for
+        one that is no text, TypeError where `files` is a number."""
         text = path / "task.yml"
         if not text.is_file():
             raise UsageError(f"{path}: expected a folder with task.yml")
@@ -70,21 +72,23 @@ class TaskFolder:
         return cls(path=path, tests=tuple(tests), files=files)
 
     def unpacked(self, folder: Path, device: str) -> Surroundings:
-        """Copies the task's files into a folder, under the names of their modules, and
-        returns what code finds around it there."""
+        """Copies the task's files into a folder, which is there, under the names by which
+        code imports them, and returns the surroundings of code there."""
         for name, source in self.files.items():
             shutil.copyfile(source, folder / name)
         modules = tuple(Path(name).stem for name in self.files)
         return Surroundings(folder=str(folder), modules=modules, device=device)
 
     def by_size(self) -> list[Sizes]:
-        """Returns the tests, the smallest first, by the product of their numbers."""
+        """Returns the tests, the smallest first, by the product of their whole numbers
+        without the seed."""
         return sorted(self.tests, key=_size)
 
     def with_sizes(self, text: str) -> Sizes:
-        """Returns the arguments of `generate_input` in `m=64,n=32`; those that it does
-        not name are the smallest test's. Raises UsageError for another form and for a
-        name that no test has."""
+        """Returns the arguments of `generate_input` in `m=64,n=32`. Those that the text
+        does not name are the smallest test's. A value is a Python literal, else a text.
+        Raises UsageError for a part of another form, and for a name that the smallest
+        test lacks."""
         sizes = dict(self.by_size()[0])
         for part in filter(None, text.split(",")):
             name, is_pair, value = (x.strip() for x in part.partition("="))
@@ -109,8 +113,9 @@ class ImportedTask:
 
     @classmethod
     def imported(cls, folder: TaskFolder, surroundings: Surroundings) -> ImportedTask:
-        """Imports the reference of a task, within its surroundings. Raises UsageError
-        where that fails, and without its two functions."""
+        """Imports the reference of a task as the module `reference`, which must be found
+        on `sys.path` (`Surroundings.entered`). Raises UsageError where the import raises
+        an exception, and where it lacks one of its two functions; SystemExit passes."""
         with surroundings.on_its_device():
             try:  # by this name, since inputs may be of its classes
                 module = importlib.import_module("reference")
@@ -128,8 +133,10 @@ class ImportedTask:
         )
 
     def inputs(self, sizes: Sizes, seed: int) -> Arguments:
-        """Returns the only argument of a call of these sizes, with a test's own seed
-        raised by `seed`. Raises UsageError where `generate_input` does not make it."""
+        """Returns the only argument of a call of these sizes, which has the name `data`.
+        A test's own seed is raised by `seed`; a task that takes a seed and has none in
+        the test gets `seed`. PyTorch's generators are seeded and restored. Raises
+        UsageError where `generate_input` raises."""
         takes = inspect.signature(self.generate).parameters
         first = sizes.get(SEED)
         named = dict(sizes)
@@ -148,9 +155,10 @@ class ImportedTask:
 
     def chosen(self, shapes: str, device: str) -> tuple[list[Sizes], list[str]]:
         """Returns the tests that a check runs, the smallest first, at most MOST_TESTS,
-        and a sentence on those that are too large for it, if any are; with `shapes`
-        (`m=64,n=32`) that call alone. Raises UsageError where the smallest is too large.
-        Inputs are made to be counted."""
+        and a sentence on those that do not run, if there are any. With `shapes`
+        (`m=64,n=32`) it returns that call alone. A test is too large beyond LARGEST
+        numbers in its inputs, or beyond TOGETHER with those before it; inputs are made to
+        be counted. Raises UsageError where the smallest test is too large."""
         if shapes:
             return [self.folder.with_sizes(shapes)], []
         kind = "cuda" if device.startswith("cuda") else "cpu"
@@ -182,7 +190,7 @@ class ImportedTask:
         ]
 
     def calls(self, chosen: Sequence[Sizes]) -> Make:
-        """Returns a function that makes the calls of a seed: one for each of the
+        """Returns a function that makes the calls of a seed, one for each of the
         sizes."""
         return lambda seed: [self.inputs(sizes, seed) for sizes in chosen]
 
@@ -193,7 +201,8 @@ def sizes_text(sizes: Sizes) -> str:
 
 
 def _size(sizes: Sizes) -> float:
-    """Returns the product of the whole numbers above 0 but the seed, at least 1."""
+    """Returns the product of the whole numbers above 0 in a test, but for the seed; 1
+    without any."""
     numbers = [
         value for name, value in sizes.items()
         if name != SEED and isinstance(value, int) and value > 0
@@ -212,9 +221,9 @@ def _devices() -> Sequence[int]:
 
 
 def _files(path: Path, listed: Sequence[object]) -> Iterator[tuple[str, Path]]:
-    """Yields the names of a task's files with their paths: those of its folder, then
-    those that `task.yml` lists. Raises UsageError for a listed one that is not there, or
-    whose name has a folder."""
+    """Yields the names of a task's files with their paths: the `.py` files of its folder
+    by name, then those that `task.yml` lists, but for the submission's. Raises UsageError
+    for a listed file that is not there, or whose name has a folder."""
     for file in sorted(path.glob("*.py")):
         yield file.name, file
     for entry in listed:
@@ -227,9 +236,9 @@ def _files(path: Path, listed: Sequence[object]) -> Iterator[tuple[str, Path]]:
 
 
 def _check_by_reference(file: Path) -> None:
-    """Raises UsageError where a task has no `ref_kernel`, or a `check_implementation`
-    that does not use it: other outputs than the reference's are right then. Raises
-    UsageError for invalid Python, too. Nothing is run."""
+    """Raises UsageError where the file has no `ref_kernel`, and where it has a
+    `check_implementation` that does not use `ref_kernel`: then other outputs than the
+    reference's are right. Raises UsageError for invalid Python too. Nothing is run."""
     try:
         body = ast.parse(file.read_text()).body
     except SyntaxError as error:

@@ -28,7 +28,8 @@ Values = dict[str, Tensor]  # tensors by name
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Arguments:
-    """What a function is called with: trees of tensors and other objects."""
+    """What a function is called with: trees (tuples, lists, mappings) of tensors and
+    other objects. Two names stand for one tensor where it is passed twice."""
 
     positional: tuple[object, ...] = ()
     named: Mapping[str, object] = field(default_factory=dict)
@@ -36,7 +37,7 @@ class Arguments:
 
     @property
     def tree(self) -> tuple[tuple[object, ...], dict[str, object]]:
-        """Returns the arguments in order, and those by name in a new mapping."""
+        """Returns the positional arguments, and the named ones in a new mapping."""
         return self.positional, dict(self.named)
 
     @property
@@ -45,9 +46,9 @@ class Arguments:
         return next((str(x.device) for x in self.leaves().values()), "cpu")
 
     def leaves(self) -> Values:
-        """Returns each tensor once, by name, those in order first. One whose parameter's
-        name is not known is `argument_0`, by its place; one inside a tree has its path
-        in the name."""
+        """Returns each tensor once, by name, those of positional arguments first. A
+        positional argument whose parameter's name is not known is `argument_0`, by its
+        place. A tensor inside a tree has its path in the name (`x_0`)."""
         named = (*self.names, *(f"argument_{i}" for i in range(len(self.positional))))
         pairs: list[tuple[str, object]] = []
         for i, value in enumerate(self.positional):
@@ -61,8 +62,9 @@ class Arguments:
         return _named(once.values())
 
     def unseen(self) -> list[str]:
-        """Returns the classes of dataclasses among the arguments that hold tensors. These
-        are no `leaves`: they are neither copied nor rounded nor differentiated."""
+        """Returns the names of the classes of dataclasses among the arguments that hold
+        tensors, each once. Their tensors are no `leaves`: they are neither copied nor
+        rounded nor differentiated."""
         every = (x for _, x in _flat(self.tree, ""))
         closed = [x for x in every if opened(x) is not x and outputs_of(x)]
         return list(dict.fromkeys(type(x).__name__ for x in closed))
@@ -75,8 +77,9 @@ class Arguments:
         return Arguments(positional=positional, named=named, names=self.names)
 
     def copied(self, *, gradients: bool) -> Arguments:
-        """Returns arguments with tensors of memory of their own, laid out alike. With
-        `gradients` all floating-point ones require one; without, none does."""
+        """Returns arguments whose tensors are copies in memory of their own, with the
+        same strides, apart from autograd. With `gradients` all floating-point ones, real
+        or complex, require a gradient; without, none does."""
 
         def copy(name: str, x: Tensor) -> Tensor:
             """Returns a copy of a tensor, apart from autograd."""
@@ -92,8 +95,8 @@ class Arguments:
 
 def arguments_of(data: object, function: Callable[..., object]) -> Arguments:
     """Returns what a function of inputs returned, as arguments of `function`: a mapping
-    whose keys are all strings as arguments by name, a tuple or a list as those in order,
-    anything else as the only one."""
+    whose keys are all strings as named arguments, a tuple or a list as positional ones,
+    anything else as a single positional one."""
     if isinstance(data, Mapping) and all(isinstance(name, str) for name in data):
         return Arguments(named=dict(data))
     positional = tuple(data) if isinstance(data, tuple | list) else (data,)
@@ -115,17 +118,19 @@ def parameters_of(function: Callable[..., object]) -> tuple[str, ...]:
 def outputs_of(output: object) -> Values:
     """Returns the tensors of what a function returned by name, in order: one that is
     returned by itself is `output`, one in a tuple, list, mapping or dataclass has its
-    path in the name (`output_0`, `output_loss`). One that is returned twice has two
-    names, as if it were a copy. Anything else is left out."""
+    path in the name (`output_0`, `output_loss`). A tensor that is returned twice has two
+    names, as if it were a copy. What is no tensor is left out; empty without tensors."""
     return _named(_flat(opened(output), OUTPUT))
 
 
 def opened(tree: object) -> object:
-    """Returns a tree with a mapping of its fields in place of each dataclass, into which
-    PyTorch does not look."""
+    """Returns a tree in which a mapping of its fields by name stands for each dataclass,
+    also for one inside another; PyTorch does not look into dataclasses. A dataclass's
+    type stays."""
 
     def fields_of(x: object) -> object:
-        """Returns the fields of a dataclass by name; anything else as it is."""
+        """Returns the fields of a dataclass by name, opened too; anything else as it
+        is."""
         if not dataclasses.is_dataclass(x) or isinstance(x, type):
             return x
         return {f.name: opened(getattr(x, f.name)) for f in dataclasses.fields(x)}
@@ -146,8 +151,8 @@ def _flat(value: object, first: str) -> list[tuple[str, object]]:
 
 
 def _named(pairs: Iterable[tuple[str, object]]) -> Values:
-    """Returns the tensors of (path, leaf) pairs by name; anything else is left out. A
-    name that another tensor has gets `_2`, `_3`, ..."""
+    """Returns the tensors of (path, leaf) pairs by name; a leaf that is no tensor is left
+    out. A name that an earlier tensor has gets `_2`, `_3`, ..."""
     values: Values = {}
     for path, x in pairs:
         if not isinstance(x, Tensor):
@@ -178,9 +183,10 @@ def is_judged(x: Tensor) -> bool:
 
 
 def is_unwritten(x: Tensor) -> bool:
-    """Whether a tensor of two elements or more, but no bool or complex one, is NaN
-    everywhere, or of integers the largest: memory for an output, into which nobody has
-    written (`surroundings.uninitialised_is_nan`)."""
+    """Whether a tensor is memory for an output into which nobody has written
+    (`surroundings.uninitialised_is_nan`): it is NaN everywhere, or of integers the
+    largest number. False for fewer than two elements, and for bool and complex
+    tensors."""
     if x.numel() < 2 or x.dtype == torch.bool or x.is_complex():
         return False
     if x.is_floating_point():

@@ -46,17 +46,17 @@ def by_tanh(x: Tensor) -> Tensor:
 
 
 def by_erf(x: Tensor) -> Tensor:
-    """Returns the normal distribution function of x."""
+    """Returns the normal distribution function of x, 0.5 (1 + erf(x / sqrt(2)))."""
     return 0.5 * (1 + torch.erf(x / math.sqrt(2)))
 
 
 def gelu_by_tanh(x: Tensor) -> Tensor:
-    """Returns GELU by tanh."""
+    """Returns GELU of x, with the normal distribution function by tanh."""
     return x * by_tanh(x)
 
 
 def gelu_by_erf(x: Tensor) -> Tensor:
-    """Returns GELU by erf."""
+    """Returns GELU of x, with the normal distribution function by erf."""
     return x * by_erf(x)
 
 
@@ -66,7 +66,7 @@ def quick_gelu(x: Tensor) -> Tensor:
 
 
 def silu(x: Tensor) -> Tensor:
-    """Returns SiLU."""
+    """Returns SiLU of x, x times its sigmoid."""
     return x * torch.sigmoid(x)
 
 
@@ -76,7 +76,7 @@ def relu(x: Tensor) -> Tensor:
 
 
 def leaky(x: Tensor) -> Tensor:
-    """Returns x, a hundredth of it where it is negative."""
+    """Returns x where it is positive, a hundredth of it elsewhere."""
     return torch.where(x > 0, x, 0.01 * x)
 
 
@@ -106,7 +106,7 @@ def erf_for_tanh(x: Tensor) -> Tensor:
 
 
 def base_two_of_one_more(x: Tensor) -> Tensor:
-    """Returns the logarithm of 1 + x to the base 2."""
+    """Returns the logarithm of 1 + x to base 2."""
     return torch.log1p(x) / LN_2
 
 
@@ -158,7 +158,8 @@ UNARY = {**OF_ACTIVATIONS, **ELEMENTARY, **ROOTS_AND_ANGLES}
 
 
 def _before_cubic(inner: Tensor) -> Tensor:
-    """Returns the x of which sqrt(2 / pi) (x + 0.044715 x^3) is `inner`, by Newton."""
+    """Returns the x for which sqrt(2 / pi) (x + 0.044715 x^3) is `inner`, element by
+    element, by Newton's method."""
     wanted = inner / OF_TANH
     x = wanted / (1 + CUBIC * wanted.square()).sqrt()
     for _ in range(STEPS):
@@ -167,9 +168,11 @@ def _before_cubic(inner: Tensor) -> Tensor:
 
 
 def twins(calls: Mapping[str, int]) -> Iterator[tuple[str, Change]]:
-    """Yields (words, change) for each twin of the operators in `calls`, in their order:
-    of all calls of an operator at once. Then, whatever is in `calls`, comparisons, other
-    axes and flags; such a change does nothing where there is no such call."""
+    """Yields (words, change) for each twin of the operators in `calls`, in their order. A
+    change is of all calls of an operator at once. Then, whatever is in `calls`, comes the
+    change of comparisons, then other axes for the softmaxes and running sums in `calls`,
+    then, whatever is in `calls`, each flag; such a change does nothing where no call has
+    it. `calls`: how often each operator is called, by name."""
     for name in calls:
         for other, function in UNARY.get(name, {}).items():
             words = f"it computes {other} in place of {name}"
@@ -204,7 +207,8 @@ def twins(calls: Mapping[str, int]) -> Iterator[tuple[str, Change]]:
 
 
 def _infinitive(name: str) -> str:
-    """Returns what `add`, `sub`, `mul` or `div` does, as in `where it should add`."""
+    """Returns the verb of an operator, as in `where it should add`: `add`, `subtract`,
+    `multiply` or `divide`. `name`: add, sub, mul or div; KeyError for another."""
     return {"sub": "subtract", "add": "add", "mul": "multiply", "div": "divide"}[name]
 
 
@@ -220,8 +224,9 @@ def _along_other_axes(calls: Mapping[str, int]) -> Iterator[tuple[str, Change]]:
 def _unary(
     operation: OperatorCall, name: str, function: Callable[[Tensor], Tensor]
 ) -> object:
-    """Returns `function` of the operator's input in place of its result, written into the
-    input where the operator does; NotImplemented for another operator than `name`."""
+    """Returns `function` of the operator's input in place of its result; written into the
+    input where the operator writes there. NotImplemented for another operator than
+    `name`."""
     if operation.name != name:
         return NotImplemented
     x = operation.tensor(0)
@@ -232,9 +237,9 @@ def _unary(
 
 
 def _along(operation: OperatorCall, name: str, axis: int) -> object:
-    """Returns an operator's result along another axis; NotImplemented for another
-    operator than `name`, for the axis that it goes along, and for none of the
-    tensor's."""
+    """Returns an operator's result along another axis. NotImplemented for another
+    operator than `name`, where it goes along that axis already, and where the tensor has
+    no such axis."""
     if operation.name != name:
         return NotImplemented
     x, dim = operation.tensor(0), cast(int, operation.args[1])
@@ -244,8 +249,8 @@ def _along(operation: OperatorCall, name: str, axis: int) -> object:
 
 
 def to_base_two(operation: OperatorCall) -> object:
-    """Returns a logarithm to the base 2, of powers of e as before; NotImplemented for an
-    operator that is no logarithm."""
+    """Returns a logarithm's result over ln 2, so that it is to base 2; the powers of e in
+    it stay. NotImplemented for an operator that is no logarithm."""
     if operation.name not in ("log", "log1p", "logsumexp", "_log_softmax"):
         return NotImplemented
     return cast(Tensor, operation.result()) / LN_2
@@ -287,8 +292,9 @@ def _diagonal(operation: OperatorCall, name: str, step: int) -> object:
 
 
 def _compared(operation: OperatorCall) -> object:
-    """Returns a comparison that takes equal numbers the other way; NotImplemented for
-    another operator, and for one that writes."""
+    """Returns a comparison in which equal numbers count the other way: < for <=, >= for
+    >, or the reverse. NotImplemented for another operator, and for one that writes into
+    its input."""
     other = COMPARED.get(operation.name)
     if other is None or operation.func._schema.is_mutable:
         return NotImplemented
@@ -308,8 +314,8 @@ def exchanged(operation: OperatorCall, name: str) -> object:
 
 
 def _flipped(operation: OperatorCall, flag: str) -> object:
-    """Returns an operator's result with a flag the other way round; NotImplemented for
-    an operator without it."""
+    """Returns an operator's result with a bool argument, `flag`, negated; NotImplemented
+    for an operator without this argument."""
     for parameter in operation.func._schema.arguments:
         if parameter.name == flag and str(parameter.type) == "bool":
             value = not operation.argument(flag)
@@ -319,14 +325,16 @@ def _flipped(operation: OperatorCall, flag: str) -> object:
 
 class EpsOutside:
     """Adds the number that was added under a root to the root instead: x / (sqrt(m) +
-    eps) for x / sqrt(m + eps). Make one for each run."""
+    eps) for x / sqrt(m + eps). It remembers the sums of a run: make a new one for each
+    run."""
 
     def __init__(self) -> None:
         self.sums: dict[int, tuple[Tensor, Tensor, float]] = {}
 
     def __call__(self, operation: OperatorCall) -> object:
-        """Returns the root, or its reciprocal, with the number added to it.
-        NotImplemented for a root of anything else, and for other operators."""
+        """Returns the root of what a float was added to, plus the float, or its
+        reciprocal for rsqrt; for a sum its usual result. NotImplemented for a root of
+        anything else, and for other operators."""
         if operation.name == "add" and isinstance(operation.args[1], float):
             before = operation.tensor(0).clone()
             result = cast(Tensor, operation.result())

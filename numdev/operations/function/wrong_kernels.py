@@ -36,8 +36,9 @@ class WrongKernel:
 
 
 def wrong_kernels(arguments: Arguments) -> list[WrongKernel]:
-    """Returns COUNT wrong kernels for calls of these arguments; eight where no argument
-    is real floating-point. `outputs` takes a call and other data of the same shapes."""
+    """Returns COUNT wrong kernels for calls of these arguments; eight, those that change
+    outputs, where no argument is real floating-point. A kernel's `outputs` takes a call
+    and other data of the same shapes."""
     kernels = [
         WrongKernel(words=fault.words, outputs=partial(_of_outputs, change=fault.change))
         for fault in faults_of_outputs()
@@ -66,7 +67,8 @@ def _changes_of_inputs(
     names: Sequence[str], floats: Values
 ) -> Iterator[tuple[str, Named]]:
     """Yields five changes of arguments, in words and as a function of a tensor's name and
-    itself: of the largest of `names` (which is first) and of the smallest."""
+    itself. Three are of the largest argument (the first of `names`), two of the smallest
+    (the last). `names`: at least one."""
     largest, smallest = names[0], names[-1]
     x = floats[largest]
     axis = x.ndim - 1
@@ -100,7 +102,8 @@ def _filled(name_of: str, x: Tensor, name: str, value: float) -> Tensor:
 
 
 def _narrowed(name_of: str, x: Tensor, name: str) -> Tensor:
-    """Returns the tensor `name` in a coarser format, if its dtype has one."""
+    """Returns the tensor `name` rounded to a coarser format, in its own dtype, if there
+    is such a format; any other tensor as it is."""
     fmt = narrower(x.dtype)
     return x if name_of != name or fmt is None else read_in(x, fmt)
 
@@ -108,7 +111,8 @@ def _narrowed(name_of: str, x: Tensor, name: str) -> Tensor:
 def _of_outputs(
     call: FunctionReference, others: Arguments, change: Callable[[Tensor], Tensor]
 ) -> Values:
-    """Returns the reference's outputs, real floating-point ones changed."""
+    """Returns the reference's outputs by name as PyTorch runs it, each real
+    floating-point one changed, in its dtype. `others` is not used."""
     return {
         name: change(x).to(x.dtype) if x.is_floating_point() else x
         for name, x in call.plain.outputs.items()

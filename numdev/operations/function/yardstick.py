@@ -49,14 +49,16 @@ TOO_FEW = "too few numbers to tell a lean from luck"
 
 
 class Lean(NamedTuple):
-    """How an error goes along with the truth: in shares of it, with its t."""
+    """How an error goes along with the truth: a slope on it, or a mean over its rms,
+    `size` in unit roundoffs; and the t statistic of that."""
 
     size: float
     t: float
 
 
 class Element(NamedTuple):
-    """The element that errs most beside what is allowed for it."""
+    """The element that errs most beside what is allowed for it: error over allowed error,
+    and its indices."""
 
     ratio: float
     place: tuple[int, ...]
@@ -64,7 +66,9 @@ class Element(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """The slice of a tensor that errs most beside what is allowed for it."""
+    """The slice of a tensor (places or blocks of one axis, or a row) that errs most
+    beside what is allowed for it: `ratio` of rms errors, how large chance may make it
+    (`luck`), and its `place` in words."""
 
     ratio: float
     luck: float
@@ -74,8 +78,9 @@ class Slice:
 
 @dataclass(frozen=True, kw_only=True)
 class Excess:
-    """An error beside what is allowed. Ratios are of root mean squares; `luck` is how
-    many times larger luck may make one; None: not judged, `nulls` says why."""
+    """How far a tensor's error is beyond what is allowed. Ratios are of root mean
+    squares; `luck` is how many times larger chance may make one. A field that is None was
+    not judged: `nulls` says why, by the names of `BesideReference`."""
 
     ratio: float | None = None
     luck: float | None = None
@@ -104,7 +109,8 @@ class Excess:
 
     @property
     def is_leaning(self) -> bool:
-        """Whether slope or shift is larger than those of sound runs."""
+        """Whether slope or shift is more than OF_U unit roundoffs times its luck,
+        `slope_luck` or `shift_luck`; False for those that are None."""
         pairs = ((self.slope, self.slope_luck), (self.shift, self.shift_luck))
         return any(
             lean is not None and abs(lean.size) > OF_U * (luck or 1.0)
@@ -114,9 +120,8 @@ class Excess:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Errors:
-    """What may be erred in one tensor: the truth in fp64, and the errors of runs.
-
-    Elements of which the truth or a run is not finite are not `usable`: 0 in all of
+    """What may be erred in one tensor: the truth in fp64, and the errors of runs. An
+    element that is not finite in the truth or in a run is not `usable`: it is 0 in all of
     these."""
 
     truth: Tensor
@@ -137,9 +142,10 @@ class Errors:
         sound: Sequence[Tensor],
         plain: Tensor,
     ) -> Errors:
-        """Returns what may be erred in a tensor. `truth`: fp64; `runs`, `sound`,
-        `plain`: what rounded runs, further ones and the reference in PyTorch returned,
-        of its shape."""
+        """Returns what may be erred in a tensor. `truth`: fp64; `runs`: results of
+        rounded runs, first the one that rounds to nearest; `sound`: those of further
+        runs; `plain`: that of the reference as PyTorch runs it. All are fp64 of the
+        truth's shape."""
         every = (truth, *runs, *sound, plain)
         usable = torch.stack([x.isfinite() for x in every]).all(dim=0)
 
@@ -157,8 +163,9 @@ class Errors:
         )
 
     def with_further(self, runs: Sequence[Tensor]) -> Errors:
-        """Returns the same with what further rounded runs returned, fp64, of the truth's
-        shape. An element in which one is not finite is not usable."""
+        """Returns these errors with `further` replaced by what more rounded runs
+        returned, fp64, of the truth's shape. An element that is not finite in one of
+        these runs is not usable any more."""
         usable = torch.stack([self.usable, *(x.isfinite() for x in runs)]).all(dim=0)
 
         def error(x: Tensor) -> Tensor:
@@ -183,13 +190,15 @@ class Errors:
 
     @cached_property
     def mean_square(self) -> Tensor:
-        """Returns D of each element, what plain code errs, squared; 0 where an element
-        is not usable."""
+        """Returns D of each element, the mean squared error of plain code: that of the
+        rounded runs, at least ulp^2/12, plus SHARE_OF_MEAN of the mean over elements; 0
+        where an element is not usable."""
         return self._mean_square_of(self.explaining)
 
     def _mean_square_of(self, errors: Sequence[Tensor]) -> Tensor:
-        """Returns D of each element by the errors of these runs, at least one, first that
-        which rounds to nearest; 0 where an element is not usable."""
+        """Returns D of each element from the errors of these runs, at least one; the
+        first is the run that rounds to nearest. With `further` runs that first one weighs
+        as much as without them. 0 where an element is not usable."""
         d = torch.stack([e.square() for e in errors]).mean(dim=0)
         if self.further:  # the run to nearest, with half of the square, counts as before
             at_random = torch.stack([e.square() for e in errors[1:]]).mean(dim=0)
@@ -227,22 +236,25 @@ class Errors:
 
     @cached_property
     def own_limit(self) -> float:
-        """Returns the `plain_ratio` beyond which the reference is no yardstick: few
-        numbers may err more by luck. NO_YARDSTICK without usable elements."""
+        """Returns the `plain_ratio` beyond which the reference is no yardstick:
+        NO_YARDSTICK, times what chance allows a tensor of few numbers. Without usable
+        elements it is NO_YARDSTICK."""
         if not self.effective:
             return NO_YARDSTICK
         return NO_YARDSTICK * math.exp(OF_ALL / math.sqrt(self.effective))
 
     @property
     def is_yardstick(self) -> bool:
-        """Whether the reference as PyTorch runs it errs as its operations explain."""
+        """Whether the reference as PyTorch runs it errs as its operations explain: its
+        `plain_ratio` is at most `own_limit`."""
         return self.plain_ratio <= self.own_limit
 
     @cached_property
     def allowed_plain(self) -> Tensor:
-        """Returns the squared errors of the reference as PyTorch runs it; where it is no
-        yardstick 0 everywhere, or with `trusts_plain` those, at least their mean, of
-        NOT_TOLD_FROM times the errors."""
+        """Returns the squared errors of the reference as PyTorch runs it. Where the
+        reference is no yardstick these are 0 everywhere. With `trusts_plain` they are
+        then NOT_TOLD_FROM^2 times the squared errors, each counted as at least their
+        mean; 0 where an element is not usable."""
         square = self.plain.square()
         if self.is_yardstick:
             return square
@@ -253,11 +265,11 @@ class Errors:
 
     @cached_property
     def of_runs(self) -> tuple[float, float]:
-        """Returns the largest `Slice.z` of the worst slices, and the largest ratio of an
-        element's error to what is allowed for it, of all runs but the one that rounds to
-        nearest, each beside D of the others: 0 for fewer than two runs, and the first
-        also where none has a slice. A run beside a D that it is part of looks better
-        than a kernel will: where few draws stand behind a slice, by far."""
+        """Returns two numbers of sound runs: the largest `Slice.z` of their worst slices,
+        and the largest ratio of an element's error to what is allowed for it. Runs are
+        all but the one that rounds to nearest, each beside the D of the others, since a
+        run beside a D that it is part of looks better than a kernel will. Both are 0
+        where no run rounds at random, and the first also where no run has a slice."""
         zs, ratios = [0.0], [0.0]
         for run in self.at_random:
             others = [e for e in self.explaining if e is not run]
@@ -276,10 +288,10 @@ class Errors:
 
     @cached_property
     def luck_of_runs(self) -> float:
-        """Returns how many times larger the error of a run may be than another's, from 1
-        to e, by their own scatter; 1 for fewer than two runs. Errors that elements share
-        (a scalar of each row, rounded once) count as few, however many elements have
-        them."""
+        """Returns how many times larger the error of one run may be than that of another
+        by chance, from 1 to e: by the scatter of the errors of runs that round at random;
+        1 for fewer than two of these. Errors that elements share (a scalar of each row,
+        rounded once) thus count as few, however many elements have them."""
         logs = [
             float(e.square().sum().sqrt().clamp_min(TINY).log()) for e in self.at_random
         ]
@@ -301,11 +313,11 @@ class Errors:
 
     def beside(self, output: Tensor) -> Excess:
         """Returns how far an output, fp64 of the truth's shape, is beyond what is
-        allowed. Where the reference is no yardstick, and the output errs by more than
-        its operations explain but by less than NOT_TOLD_FROM times the reference, there
-        is only `predicted`, and a `yardstick` below 1. Elements of it that are not finite
-        count as without an error. Where no element is usable it has no numbers, and where
-        too few are, no slice or no leans; `nulls` says why."""
+        allowed. Where the reference is no yardstick, and the output errs by more than its
+        operations explain but by less than NOT_TOLD_FROM times the reference, there is
+        only `predicted`, and a `yardstick` below 1. Elements of the output that are not
+        finite count as without an error. Where no element is usable the result has no
+        numbers. Where too few are, it has no slice or no leans. `nulls` says why."""
         excess = self._beyond(output)
         is_beyond = excess.is_doubtful or excess.is_leaning
         if not is_beyond or self.is_yardstick:
@@ -323,8 +335,8 @@ class Errors:
 
     def _beyond(self, output: Tensor) -> Excess:
         """Returns how far an output (fp64, of the truth's shape) is beyond what is
-        allowed. Elements that are not usable, or in which it is not finite, count as
-        right; without a usable element there are no numbers but the reason."""
+        allowed. Elements that are not usable, or not finite in the output, count as
+        right. Without a usable element there are no numbers, and `nulls` says so."""
         error = torch.where(self.usable & output.isfinite(), output - self.truth, 0.0)
         d = self.mean_square
         total = float(d.sum())
@@ -415,11 +427,11 @@ def _number(lean: Lean) -> float:
 def _worst_slice(
     error: Tensor, mean_square: Tensor, plain: Tensor, z: float
 ) -> Slice | None:
-    """Returns the slice that is farthest beyond what is allowed for it, over all axes
-    and blocks of these. In each family of slices those of at least LEAST_EFFECTIVE
-    numbers in effect are judged, where there are two; None where no family has two.
-    `mean_square`: D; `plain`: the squared errors that a reference may allow. `z`: the
-    largest of random runs; twice that, but at least LEAST_Z, is allowed."""
+    """Returns the slice that is farthest beyond what is allowed for it, over all axes and
+    blocks of these. In each family, slices of at least LEAST_EFFECTIVE numbers in effect
+    are judged, where the family has two of them; None where no family has. `mean_square`:
+    D; `plain`: the squared errors that a reference may allow. `z`: the largest of random
+    runs; twice that, but at least LEAST_Z, is allowed."""
     worst: Slice | None = None
     z = max(LEAST_Z, TIMES_SOUND * z)
     fields = (error.square(), mean_square, mean_square.square(), plain)
@@ -447,10 +459,10 @@ def _worst_slice(
 
 
 def _families(fields: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yields what a slice is called, with `{at}` for its index, and the sums of stacked
-    fields [4, ...] over each slice, [4, slices]: places of each axis of at least two,
-    blocks of 16 and 128 places of a longer axis (the last may be shorter), and with
-    three axes or more, rows of the last."""
+    """Yields what a slice is called (`place {at} of axis 0`, of a tensor of one axis
+    `place {at}`), and the sums of stacked fields [4, ...] over each slice, [4, slices]:
+    places of each axis of at least two, blocks of 16 and 128 places of a longer axis (the
+    last may be shorter), and with three axes or more, rows of the last."""
     shape = fields.shape[1:]
     for axis, size in enumerate(shape):
         others = [i + 1 for i in range(len(shape)) if i != axis]

@@ -39,9 +39,9 @@ STEADY = ("whole", "repeat", "moved")
 
 
 def check_consistency(report: EffectsReport) -> None:
-    """Raises MeasurementError for rows or checks that nobody planned, that are missing,
-    or whose numbers contradict each other, with the first contradiction. A missing row
-    would exceed no limit."""
+    """Raises MeasurementError, with the first contradiction, for rows or checks that
+    nobody planned, that are missing, or whose numbers contradict each other. Without this
+    a missing row would exceed no limit."""
     refuse_contradictions(
         _plan_contradictions(report),
         _check_contradictions(report),
@@ -98,9 +98,9 @@ def _plan_contradictions(report: EffectsReport) -> Iterator[str]:
 
 
 def _check_contradictions(report: EffectsReport) -> Iterator[str]:
-    """Yields a sentence where the checks are not those that were planned, in their order;
-    others where the plan has a check that the request has not, or no `repeat`; and one
-    for each check that contradicts itself."""
+    """Yields a sentence for each contradiction of the checks: they are not those that
+    were planned, in that order; the plan has `cache` or `compiled`, which the request
+    does not ask for; the plan has no `repeat`; a check contradicts itself."""
     present = [(check.name, check.format, check.applies) for check in report.checks]
     planned = [(check.name, check.format, check.applies) for check in report.plan.checks]
     if present != planned or len({name[:2] for name in present}) < len(present):
@@ -142,7 +142,8 @@ def _check_contradiction(check: Check) -> str:
 
 def _row_contradictions(report: EffectsReport) -> Iterator[str]:
     """Yields a sentence for each planned row that is missing or there twice, each row
-    that nobody planned, and each that contradicts itself or the others."""
+    that was not planned, and each that contradicts itself or has another number of
+    positions than other runs."""
     plan = report.plan
     rows = grouped(report.rows, lambda r: (r.run, r.sequence))
     wanted = itertools.product(
@@ -169,8 +170,8 @@ def _row_contradictions(report: EffectsReport) -> Iterator[str]:
 
 def _floor_contradictions(report: EffectsReport) -> Iterator[str]:
     """Yields a sentence for each sequence where the floor errs FAR times as much as a
-    kernel. It is the exact result rounded once, so that no kernel of its format errs much
-    less."""
+    kernel. The floor is the exact result rounded once, so that no kernel of its format
+    errs much less."""
     alone = [
         r for r in report.rows if r.kind == "attention" and r.layer is None and r.error
     ]
@@ -206,8 +207,8 @@ def _row_contradiction(row: OutputRow, plan: EffectsPlan) -> str:
 
 
 def _unmeasured_contradiction(row: OutputRow, sizes: Sequence[float]) -> str:
-    """Returns what is wrong with a row that is not `ok`, which may have no numbers and
-    must have a reason; empty where nothing is. `sizes`: those of its numbers that are not
+    """Returns what is wrong with a row that is not `ok`: it must have no numbers, and a
+    reason. Empty where nothing is wrong. `sizes`: the row's numbers of SIZES that are not
     null."""
     counts = (row.flips, row.unexplained, row.first_flip, row.log_perplexity)
     has_numbers = sizes or row.positions or row.growth
@@ -221,9 +222,9 @@ def _unmeasured_contradiction(row: OutputRow, sizes: Sequence[float]) -> str:
 
 
 def _ordered(mean: float | None, point: float | None, largest: float | None) -> bool:
-    """Whether a mean and the 99.9 % point over positions are at most the largest value.
-    True where all three are None, False where some are. A part in 1e9 more counts as
-    rounding."""
+    """Whether a mean and the 99.9 % point over positions are at most the largest value,
+    or a part in 1e9 more, which counts as rounding. True where all three are None, False
+    where one or two are."""
     if mean is None or point is None or largest is None:
         return mean is None and point is None and largest is None
     return max(mean, point) <= largest * (1 + 1e-9)

@@ -87,10 +87,10 @@ def run_checks(
     before: Sequence[Check] = (),
 ) -> Iterator[Check]:
     """Yields exactly one check for each name that `check_names` has for the subject's
-    format, in that order. `before`: the checks of earlier formats; those that have
-    nothing to do with a format are tried in the first one alone. Where the model does not
-    repeat itself, nothing else is tried. `inputs`: tensors by name, of the first part of
-    the text."""
+    format, in that order. `before`: the checks of earlier formats; with any, checks that
+    are tried in fp64 alone are left out, since they were tried. Where the check `repeat`
+    does not hold, all others are not tried. `inputs`: tensors by name, of the first part
+    of the text."""
     checks = Checks(subject, inputs, request)
     repeat = next((check for check in before if check.name == "repeat"), None)
     for name, fmt in check_names(request, [subject.format.name]):
@@ -102,8 +102,8 @@ def run_checks(
 
 
 class Checks:
-    """Each check runs the model another way, and compares within a limit, not bit by bit;
-    one that does not apply says why in its place."""
+    """The checks of one model in one format. Each check runs the model another way, and
+    compares within a limit, not bit by bit."""
 
     def __init__(self, subject: Subject, inputs: Inputs, request: EffectsRequest) -> None:
         self.subject, self.inputs, self.request = subject, inputs, request
@@ -111,10 +111,10 @@ class Checks:
         self.text = text_input_name(inputs)
 
     def try_check(self, name: str, repeat: Check | None) -> Check:
-        """Returns the check of this name. Its `holds` is None, with a reason, where the
-        check does not apply, was not asked for or raised an error, and where `repeat`,
-        the check of whether the model repeats itself, was tried before (None: not yet)
-        and does not hold."""
+        """Returns the check `name`, one of `check_names`. Its `holds` is None, with a
+        reason, where the check does not apply, was not asked for or raised an error. It
+        is None too where `repeat`, the check of whether the model repeats itself, does
+        not hold; None for `repeat`: it was not tried yet."""
         untried = Check(name=name, holds=None)
         if why := not_asked_reason(self.request, name) or self.inapplicable_reason(name):
             return untried.model_copy(update={"applies": False, "reason": why})
@@ -131,9 +131,9 @@ class Checks:
         return check
 
     def inapplicable_reason(self, name: str) -> str:
-        """Returns why the check does not apply to this model or its inputs, as far as
-        that shows before it runs; empty where it applies. A name of none of the checks
-        gives an empty one."""
+        """Returns why the check `name` does not apply to this model or its inputs, as far
+        as that shows before the check runs; empty where it applies, and for a name that
+        is no check."""
         model: Any = self.model
         if name in ("eager", "sdpa", "compiled eager"):
             if self.subject.by_hand:
@@ -159,8 +159,9 @@ class Checks:
         return ""
 
     def attempt(self, name: str) -> Check | str:
-        """Returns the check of this name, which must apply, tried; or why it does not
-        apply, where only the run shows that. Raises what the model raises, and
+        """Runs the check `name`, which must apply as far as is known, and returns it; or
+        returns why it does not apply, where only the run shows that. A name that is no
+        other check counts as `compiled`. Raises what the model raises, and
         MeasurementError where nothing can be compared."""
         if name == "repeat":
             return self.check_repeat()
@@ -181,7 +182,8 @@ class Checks:
 
     @property
     def sequences(self) -> int:
-        """Returns how many sequences the inputs hold. The inputs have a tensor."""
+        """Returns how many sequences the inputs hold: the length of the first tensor
+        among them, which must have one."""
         return next(len(x) for x in self.inputs.values() if isinstance(x, Tensor))
 
     @cached_property
@@ -201,9 +203,9 @@ class Checks:
         `followed_modules` that returned a floating-point tensor (of a tuple, the first):
         the last one of several calls, in the order in which modules first ended. Before
         these, under the name BEFORE, is the input of the first layer; it is missing where
-        that comes by keyword or another module ended before. `how`: further arguments of
-        the subject's `run_exactly`. Raises MeasurementError where the model returns no
-        floating-point tensor of two axes or more."""
+        the layer gets it by keyword, or where another followed module ended before.
+        `how`: further arguments of the subject's `run_exactly`. Raises MeasurementError
+        where the model returns no floating-point tensor of two axes or more."""
         outs: dict[str, Tensor] = {}
         layers = set(layer_names(self.model))
 
@@ -224,17 +226,17 @@ class Checks:
 
     @cached_property
     def exact_run(self) -> Exact:
-        """Returns the exact run, made once, that others are compared with: the output,
-        and outputs by module."""
+        """Returns the exact run that others are compared with, made once: the output, and
+        the outputs of `followed_modules` by name."""
         return self.run_exactly(self.inputs)
 
     def compare_runs(self, name: str, one: Exact, other: Exact, counts: Tensor) -> Check:
-        """Returns the check `name`: it holds where two exact runs agree within LIMIT of
-        the rms of `one` at the positions that count (`counts`, bool [sequences,
-        positions]); else its reason says in which layer they first differ, among the
-        modules that both have in one shape. It does not hold where `other` is not finite
-        there. Raises MeasurementError where the outputs' shapes differ, no position
-        counts or `one` is not finite there."""
+        """Returns the check `name`. It holds where two exact runs agree within LIMIT of
+        the rms of `one`, at the positions that count (`counts`, bool [sequences,
+        positions]). It does not hold where `other` is not finite at one of these. The
+        reason then says in which layer the runs first differ, among the modules whose
+        outputs both have in one shape. Raises MeasurementError where the outputs' shapes
+        differ, no position counts, or `one` is not finite at one that counts."""
 
         def difference(a: Tensor, b: Tensor) -> float:
             """Returns the largest difference over the rms of `a`; 0 for tensors that are
@@ -271,8 +273,9 @@ class Checks:
         )
 
     def first_difference_clause(self, name: str) -> str:
-        """Returns a clause that says where two runs first differ, by the name of a module
-        or BEFORE; empty for a module without a layer."""
+        """Returns a clause on where two runs first differ, by the name of a module or
+        BEFORE: `; layer 3 is the first whose attention differs`, `; they differ before
+        the first layer`. Empty for a module without a layer."""
         if name == BEFORE:
             return "; they differ before the first layer"
         module = self.model.get_submodule(name)
@@ -298,9 +301,9 @@ class Checks:
 
     def check_repeat(self) -> Check:
         """Returns the check of whether the model gives the same output again: within
-        LIMIT, not bit by bit, and not where positions are padding. Raises
-        MeasurementError where the exact output is not finite there, since NaN does not
-        differ from NaN, and as `compare_runs`."""
+        LIMIT, not bit by bit, at positions that are no padding. Raises MeasurementError
+        where the exact output is not finite at one of these, since NaN does not differ
+        from NaN, and as `compare_runs`."""
         if count_nonfinite_positions(
             self.exact_run[0], unpadded_positions(self.inputs, self.exact_run[0])
         ):
@@ -313,7 +316,8 @@ class Checks:
 
     def check_format(self) -> Check:
         """Returns the check of whether the model computes in its own format, or a wider
-        one, at every site."""
+        one, at every site. The model runs once where no exact run was made before. Raises
+        what the model raises."""
         if not self.subject.ran_exactly:  # elsewhere, or before it was interrupted
             self.subject.run_exactly(self.inputs)
         fmt, sites = self.subject.format.name, self.subject.narrower
@@ -328,7 +332,7 @@ class Checks:
     def check_own_attention(self, way: str) -> Check:
         """Returns the check of whether the model's own code for attention, `eager` or
         `sdpa`, computes what it asks the attention interface to compute. Raises
-        MeasurementError where the model cannot be switched to it, and as
+        MeasurementError where the model cannot be switched to that code, and as
         `compare_runs`."""
         model: Any = self.model
         with attention_override(model, way):
@@ -338,10 +342,10 @@ class Checks:
 
     def check_causality(self, name: str) -> Check | str:
         """Returns the check of whether other tokens in the second half of the text change
-        nothing in the first; or why it does not apply. It applies to a model for text
-        generation, and to one most of whose calls, of as many keys as queries, hide later
-        keys. `name`: the input that holds the token ids. Raises what `compare_runs`
-        raises, and MeasurementError where no id would change."""
+        nothing in the first; or why it does not apply. It applies to a decoder: its class
+        or the input's name says so, or most of its calls with as many keys as queries
+        hide later keys. `name`: the input that holds the token ids. Raises what
+        `compare_runs` raises, and MeasurementError where no id would change."""
         hides: list[bool] = []
 
         def attention(case: AttentionCase, fmt: Format) -> Tensor:
@@ -372,9 +376,9 @@ class Checks:
         return self.compare_runs("causality", one, other, counts)
 
     def replace_tokens(self, ids: Tensor, where: slice) -> Tensor:
-        """Returns a copy of the ids with another token of the text at each position of
-        `where`; padding stays, since models count it. Raises MeasurementError where no id
-        would change."""
+        """Returns a copy of the ids [sequences, positions] with another token of the text
+        at each position of `where`, the next larger one; padding stays, since models
+        count it. Raises MeasurementError where no id would change."""
         pad = getattr(getattr(self.model, "config", None), "pad_token_id", None)
         pads = torch.zeros_like(ids, dtype=torch.bool) if pad is None else ids == pad
         tokens, changed = ids[~pads].unique(), ids.clone()
@@ -408,7 +412,7 @@ class Checks:
     def check_batch(self) -> Check:
         """Returns the check of whether the first sequence has the same output alone and
         in the batch. Raises MeasurementError where the output has another number of
-        sequences."""
+        sequences than the inputs, and as `compare_runs`."""
         count = self.sequences
         alone = {
             name: x[:1] if isinstance(x, Tensor) and len(x) == count else x
@@ -427,7 +431,7 @@ class Checks:
     def check_cache(self, steps: int) -> Check:
         """Returns the check of whether decoding the last `steps` tokens one at a time,
         with a cache, gives the outputs of one pass over all tokens. Raises
-        MeasurementError where the text is not in `input_ids`."""
+        MeasurementError where the text is not in `input_ids`, and as `compare_runs`."""
         if self.text != "input_ids":
             raise MeasurementError("a model that encodes is not decoded with a cache")
         length = self.inputs["input_ids"].shape[1]
@@ -447,9 +451,9 @@ class Checks:
     def check_compiled(self, name: str, way: str) -> Check:
         """Returns the check of whether torch.compile leaves the model's error as it is.
         `name`: of the check; `way`: which of the model's own codes for attention runs,
-        `eager` or `sdpa`, where it has several. What this process compiled before is
-        compiled anew when it is next called. Raises what the model and the compiler
-        raise, and as `compare_with_compiled`."""
+        `eager` or `sdpa`, where it has several. torch.compile is reset: what this process
+        compiled before is compiled anew when it is next called. Raises what the model and
+        the compiler raise, and as `compare_with_compiled`."""
         model: nn.Module = self.subject.real
         with torch.no_grad(), attention_override(model, way):
             home = to_model_device(model, self.inputs)
@@ -460,9 +464,10 @@ class Checks:
 
     def compare_with_compiled(self, name: str, as_is: Tensor, compiled: Tensor) -> Check:
         """Returns the check of whether a compiled model's output errs at most COMPILED
-        times as much as that of the model as it is. Raises MeasurementError where shapes
-        differ, no position counts or `as_is` is not finite. It does not hold where the
-        compiled output is not finite."""
+        times as much as `as_is`, the output of the model as it is. It does not hold where
+        the compiled output is not finite at a position that counts. Raises
+        MeasurementError where shapes differ, no position counts or `as_is` is not finite
+        there."""
         exact = self.exact_run[0]
         counts = unpadded_positions(self.inputs, exact)
         if not as_is.shape == compiled.shape == exact.shape:
@@ -486,15 +491,16 @@ class Checks:
 
 
 def _nonfinite_clause(bad: int, counts: Tensor) -> str:
-    """Returns a clause on `bad`, the number of positions with NaN or infinity, of those
-    that count."""
+    """Returns a clause on how many positions have NaN or infinity, of those that count:
+    `NaN or infinity at 3 of 64 positions`."""
     return f"NaN or infinity at {bad} of {int(counts.sum())} positions"
 
 
 def reproducers(report: EffectsReport, directory: Path, **_: object) -> list[Path]:
     """Writes a script, which needs torch and transformers, for each finding on the
-    model's own code, causality, masks and the cache; returns their paths. None where the
-    checkpoint is no folder with a config.json, or the model reads no tokens."""
+    model's own attention, causality, masks and the cache; returns the scripts' paths.
+    Empty where the checkpoint is no folder with a config.json, or the model reads no
+    tokens."""
     path = report.request["checkpoint"]
     path = demo_checkpoint() if path == "demo" else Path(path).resolve()
     if not ((path / "config.json").is_file() and report.tokens):

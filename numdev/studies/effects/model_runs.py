@@ -65,8 +65,8 @@ def exact_attention(case: AttentionCase, _fmt: Format) -> Tensor:
 
 class Subject:
     """The model of a source in a format: `real`, as it is used, and `wide`, which has the
-    source's own weights in fp64. It raises what the model raises, Refused where a kernel
-    declines or cannot run here, and MeasurementError where one fails."""
+    source's own weights in fp64. Its runs raise what the model raises, Refused where a
+    kernel declines or cannot run here, and MeasurementError where a kernel fails."""
 
     def __init__(self, source: Source, fmt: Format, run: Runner, system: System) -> None:
         self.format, self.run, self.system, self.device = fmt, run, system, system.device
@@ -95,12 +95,13 @@ class Subject:
 
     @cached_property
     def real_streamed(self) -> Streamed | None:
-        """Returns what reads the weights of `real`; None where they are in memory."""
+        """Returns what reads the weights of `real` from disk whenever a layer runs; None
+        where they are in memory."""
         return self._streamed(self.real)
 
     def _streamed(self, model: nn.Module) -> Streamed | None:
-        """Returns what reads a model's weights whenever a layer runs; None where they are
-        in memory."""
+        """Returns what reads a model's weights from disk whenever a layer runs; None
+        where they are in memory."""
         if not self.source.streamed:
             return None
         return Streamed(model, device=self.device)
@@ -109,8 +110,9 @@ class Subject:
         self, module: nn.Module, change: Callable[[Tensor], Tensor]
     ) -> None:
         """Replaces the weight of a module of `wide` by what `change` makes of its values,
-        fp64 tensors: at once, or where it stays on disk whenever it is read. The source's
-        weights, and others that are tied to it, stay as they are."""
+        fp64 tensors. A weight in memory is replaced at once; one that stays on disk
+        whenever it is read. The source's weights, and others that are tied to this one,
+        stay as they are."""
 
         def changed(x: Tensor) -> Tensor:
             """Returns the new parameter."""
@@ -126,10 +128,11 @@ class Subject:
     def run_as_used(
         self, inputs: Inputs, attention: Attention, moved: int | None = None
     ) -> object:
-        """Returns what the model returns as it computes in its format, its attention
-        answered by `attention`. With the seed `moved` (None: not) its embedded inputs lie
-        one unit in the last place off, up or down at random. Raises what the model and
-        `attention` raise."""
+        """Returns what the model returns as it computes in its format, without gradients.
+        `attention` answers each of its calls of attention, from the call and the format
+        that it came in. With the seed `moved` the embedded inputs lie one unit in the
+        last place off, up or down at random; None: they are not moved. Raises what the
+        model and `attention` raise."""
 
         def answer(case: AttentionCase) -> Tensor:
             """Returns the attention of a call in the call's own dtype."""
@@ -154,11 +157,12 @@ class Subject:
         run: Callable[..., object] | None = None,
     ) -> object:
         """Returns what the model, or `run` in its place, returns on `inputs`, computed in
-        fp64 but for roundings at `sites` (up or down at random with the seed `drawn`, if
-        there is one). Its attention is answered by `attention`; None: by the model's own
-        code, which is as exact in fp64. The own code also answers for `exact_attention`
-        in a model that attends by hand; `by_hand` then says so. Raises what the model
-        raises."""
+        fp64 but for roundings at `sites`. These are to nearest, or with the seed `drawn`
+        up or down at random. `attention` answers the calls of attention; None: the
+        model's own code does, which is as exact in fp64. The own code also answers in
+        place of `exact_attention` for a model that makes no call that could be answered;
+        `by_hand` then says why. Raises what the model raises, and Unseen for another
+        `attention` that such a model does not call."""
         if attention is exact_attention:
             if not self.by_hand:
                 try:
@@ -172,10 +176,10 @@ class Subject:
         self, inputs: Inputs, attention: Attention | None, sites: Collection[str],
         drawn: int | None, run: Callable[..., object] | None,
     ) -> object:  # fmt: skip
-        """Runs the model once in fp64, rounded at `sites`, with attention answered by
-        `attention` (None: the model's own code), and notes in `narrower` and `routes`
-        what it shows. Raises Unseen where it makes no call of attention that `attention`
-        could answer."""
+        """Returns what the model, or `run` in its place, returns in one run in fp64,
+        rounded at `sites`, with its attention answered by `attention` (None: by the
+        model's own code). Notes in `narrower` and `routes` what the run shows. Raises
+        Unseen where the model makes no call that `attention` could answer."""
         generator = (
             None if drawn is None else torch.Generator(self.device).manual_seed(drawn)
         )
@@ -223,17 +227,17 @@ class Subject:
         *,
         exact: Collection[str] = (),
     ) -> object:
-        """Returns what the model returns, rounded at one site, or at all for "", but
-        computed in fp64. Attention rounds as the first of `kernels` that has a rounding
-        model for the call, else as FlashAttention-2; they are gone through anew for each
-        call, so that an iterator will not do. For all sites: `drawn`, a seed, with which
-        every rounding goes up or down at random; `exact`, sites outside attention that
-        are not rounded."""
+        """Returns what the model returns, computed in fp64 but rounded at one site, one
+        of SITES, or for "" at all. Attention rounds as the first of `kernels` that has a
+        rounding model for the call, else as FlashAttention-2. The kernels are tried anew
+        for each call, so that an iterator will not do. For all sites only: `drawn`, a
+        seed, with which every rounding goes up or down at random; `exact`, sites outside
+        attention that are not rounded."""
         stochastic = {} if drawn is None else {"rounding": "stochastic", "seed": drawn}
 
         def attention(case: AttentionCase, fmt: Format) -> Tensor:
-            """Returns a call's attention, with only those of its rounding sites rounded
-            that belong to `site`."""
+            """Returns a call's attention in fp64, rounded at those sites inside attention
+            that belong to `site` alone."""
             claim: Mapping[str, Any] = {"preset": "fa2"}
             for planned in kernels:
                 with suppress(Refused, MeasurementError):
@@ -260,7 +264,8 @@ class Subject:
 
     def _wide_inputs(self, inputs: Inputs, *, rounded: bool) -> dict[str, Any]:
         """Returns the inputs on the model's device, floating-point ones as fp64 tensors
-        of the model's dtype; those are rounded to its format where `rounded`."""
+        that say the model's dtype. Real ones are rounded to the model's format where
+        `rounded`; complex ones keep their dtype."""
         home = {
             name: x.to(self.device) if isinstance(x, Tensor) else x
             for name, x in inputs.items()
@@ -277,7 +282,7 @@ class Subject:
         self, planned: Planned, layer: int | None, case: AttentionCase, fmt: Format
     ) -> Tensor:
         """Returns the output of a kernel on a call rounded to `fmt`, [batch, heads,
-        q_len, v_dim]. With a `layer` only that one's calls go to the kernel and all
+        q_len, v_dim]. With a `layer` the kernel gets that layer's calls alone, and all
         others are exact. Raises Refused where the kernel cannot run here or declines,
         MeasurementError where it fails."""
         if layer not in (None, case.ref.layer):
@@ -287,17 +292,18 @@ class Subject:
     def predicted_attention(
         self, planned: Planned, case: AttentionCase, fmt: Format
     ) -> Tensor:
-        """Returns what the kernel's rounding model gives on a call rounded to `fmt`; the
-        exact output where the call comes in a wider format than the model's. Raises
-        Refused where the kernel has no rounding model for it or declines."""
+        """Returns what the kernel's rounding model gives on a call rounded to `fmt`. The
+        output is exact where the call comes in a more precise format than the model's.
+        Raises Refused where the kernel has no rounding model for the call or declines,
+        MeasurementError where it fails."""
         if fmt.precision > self.format.precision:
             return exact_attention(case, fmt)
         case = case.rounded_to(fmt)
         return find("emulated").attend(case, **self._rounding_model(planned, case)).out
 
     def _run_kernel(self, planned: Planned, case: AttentionCase) -> Output:
-        """Returns the kernel's output on a case. Raises Refused where it cannot run here
-        or declines, and MeasurementError where it fails."""
+        """Returns the kernel's output on a case. Raises Refused where the kernel cannot
+        run here or declines, and MeasurementError where it fails."""
         kernel = planned.kernel
         if missing := kernel.missing(self.system):
             raise Refused(missing)
@@ -312,8 +318,9 @@ class Subject:
         self, planned: Planned, case: AttentionCase
     ) -> Mapping[str, object]:
         """Returns the options of `emulated` that round as the kernel does on a rounded
-        case. Runs the kernel for it. Raises Refused where it has none for the case's
-        format, cannot run here or declines; MeasurementError where it fails."""
+        case. The kernel is run to learn them. Raises Refused where the kernel has no
+        rounding model for the case's format, cannot run here or declines;
+        MeasurementError where it fails."""
         claim = planned.kernel.claims(case, self._run_kernel(planned, case), self.system)
         if claim is None or case.format.precision > MOST_BITS:
             raise Refused(
@@ -326,19 +333,21 @@ class Subject:
 def first_nonfinite(
     model: nn.Module, count: int, cast_to: Format | None = None
 ) -> Iterator[dict[int, str]]:
-    """Returns a context in which the model runs on `count` sequences. It fills a dict: by
-    the number of a sequence the first module that gives NaN or infinity, in words and
-    with its weight that has some; or that gets some from what is no module, such as
-    attention. A result whose first axis is no `count` counts for all of them. `cast_to`:
-    the format that the weights were cast to, which they may overflow."""
+    """Returns a context in which the model runs on `count` sequences, and which fills a
+    dict while it runs. By the number of a sequence the dict has, in words, the module
+    that first gives NaN or infinity for it, with the module's weight that has some
+    (`layers.3.mlp, whose weight (cast to float16) has NaN or infinity at 2 of 64
+    places`); or `the input of NAME` for a module that gets some from what is no module,
+    such as attention. A result whose first axis is not `count` counts for all sequences.
+    `cast_to`: the format that the weights were cast to, in which they may overflow."""
     first: dict[int, str] = {}
     names = {
         module: name or type(module).__name__ for name, module in model.named_modules()
     }
 
     def note(x: object, where: Callable[[], str]) -> None:
-        """Adds the place `where` to `first`, for each sequence that has NaN or infinity
-        in a tensor of `x` and none so far."""
+        """Adds a place to `first` for each sequence that has NaN or infinity in a tensor
+        of `x` and has no place yet; `where` returns the place in words."""
         for tensor in (widened(y) for y in tree_leaves(x) if is_floating(y)):
             bad = ~tensor.isfinite()
             if tensor.ndim and len(tensor) == count:
@@ -348,8 +357,8 @@ def first_nonfinite(
             first.update({i: where() for i in at if i not in first})
 
     def enter(module: nn.Module, args: tuple[object, ...], _named: object) -> None:
-        """Looks at what a module without parts reads first. Others may get masks, which
-        hold -inf."""
+        """Looks at what a module without parts reads first. Other modules may get masks,
+        which hold -inf."""
         # Others may get masks, which hold -inf
         if not any(True for _ in module.children()):
             with _disable_current_modes():
@@ -365,8 +374,9 @@ def first_nonfinite(
 
 
 def _nonfinite_weight_clause(module: nn.Module, cast_to: Format | None) -> str:
-    """Returns a clause about the first weight of a module that has NaN or infinity; empty
-    without one. Weights that stay on disk are not looked at."""
+    """Returns a clause about the first parameter of a module that has NaN or infinity: `,
+    whose weight (cast to float16) has NaN or infinity at 2 of 64 places`. Empty without
+    one. Weights that stay on disk are not looked at."""
     cast = f" (cast to {cast_to.name})" if cast_to else ""
     for name, x in module.named_parameters():
         if not isinstance(x, Deferred) and (count := int((~widened(x).isfinite()).sum())):
@@ -384,9 +394,10 @@ def _weights_at_hand(streamed: Streamed | None) -> AbstractContextManager[None]:
 
 
 def _copied_or_loaded(source: Source, dtype: torch.dtype) -> nn.Module:
-    """Returns the source's model in a dtype, whose tensors are to be replaced: where it
-    has that dtype already, a copy of its modules that shares them, so that a large model
-    is not in memory twice; else loaded once more."""
+    """Returns the source's model in a dtype, whose tensors the caller replaces. Where the
+    source's model has that dtype already it is a copy of the modules that shares all
+    tensors, so that a large model is not in memory twice; else the model is loaded once
+    more."""
     if not isinstance(source, CheckpointSource) or source.streamed:
         return source.load(dtype)
     is_alike = dtype_of(format_named(source.request.model_dtype)) == dtype
@@ -424,10 +435,10 @@ def _widen_model(model: nn.Module, source: nn.Module, device: str) -> None:
 def _widened_tensor(
     values: Tensor, dtype: torch.dtype, is_parameter: bool, device: str | torch.device
 ) -> Tensor:
-    """Returns a buffer as a `Wide` tensor on `device`, or a parameter (`is_parameter`) as
-    one without a gradient; both count as weights: the fp64 values of `values`, not
-    rounded, under the dtype that the model has it in. `values`: the source's tensor, read
-    from disk if it stays there."""
+    """Returns a tensor of a model as `Wide`, on `device`: the fp64 values of `values`,
+    not rounded, under the dtype that the model has the tensor in. A parameter
+    (`is_parameter`) becomes a parameter without a gradient, a buffer a tensor; both count
+    as weights. `values`: the source's tensor, read from disk if it stays there."""
     with _disable_current_modes():  # it may be read from disk while the model runs
         values = (
             values.make(torch.device(device))
@@ -460,8 +471,8 @@ def _plain_case(case: AttentionCase) -> AttentionCase:
 @contextmanager
 def _with_moved_embedding(model: nn.Module, fmt: Format, seed: int) -> Iterator[None]:
     """Returns a context in which the output of the first embedding, convolution or linear
-    layer to run is one unit in the last place off, up or down at random with this
-    seed."""
+    layer to run is one unit in the last place of `fmt` off, element by element, up or
+    down at random with this seed. The layer's later runs are not moved."""
 
     def move(_module: nn.Module, _args: object, x: Tensor) -> Tensor:
         """Returns the output of a layer, moved; a forward hook, which removes itself and

@@ -30,7 +30,8 @@ def main_output(answer: object) -> Tensor:
     width] in fp64: its logits, else its last hidden state, else the first tensor among
     its fields, or of a tuple or list its first element. An output [sequences, width] has
     one position; further axes between the first and last become positions. Raises
-    MeasurementError where that is no floating-point tensor of two axes or more."""
+    MeasurementError where what is chosen so is no floating-point tensor of two axes or
+    more."""
     parts = answer if isinstance(answer, Mapping) else getattr(answer, "__dict__", {})
     named = (parts[n] for n in ("logits", "last_hidden_state", *parts) if n in parts)
     x: object = next((x for x in named if isinstance(x, Tensor)), answer)
@@ -47,16 +48,15 @@ def main_output(answer: object) -> Tensor:
 def outputs_by_name(answer: object) -> dict[str, Tensor]:
     """Returns the tensors by which answers of a model are compared, each [sequences,
     positions, width] in fp64, by the name of the output: "" for a model's only one,
-    `latents` and `image` for a pipeline's. Raises MeasurementError where an answer has no
-    such tensor."""
+    `latents` and `image` for a pipeline's. Raises MeasurementError as `main_output`."""
     x, image = main_output(answer), getattr(answer, "image", None)
     return {"": x} if image is None else {"latents": x, "image": main_output(image)}
 
 
 def text_input_name(inputs: Mapping[str, object]) -> str | None:
     """Returns the name of the input whose tokens the model's output is about:
-    `decoder_input_ids`, `input_ids`, or the first int64 tensor [sequences, positions];
-    None without one."""
+    `decoder_input_ids` if there is one, else `input_ids`, else the first int64 tensor
+    [sequences, positions]; None without one."""
     tensors = ((n, x) for n, x in inputs.items() if isinstance(x, Tensor))
     tokens = [n for n, x in tensors if x.dtype == torch.int64 and x.ndim == 2]
     return next(
@@ -67,9 +67,9 @@ def text_input_name(inputs: Mapping[str, object]) -> str | None:
 def unpadded_positions(
     inputs: Mapping[str, object], out: Tensor, mask: str = "attention_mask"
 ) -> Tensor:
-    """Returns the positions of an output that are no padding, bool [sequences, positions]
-    on its device, by the input that `mask` names; all of them where there is no such
-    input, or it has another shape."""
+    """Returns which positions of an output are no padding, bool [sequences, positions] on
+    its device: those that the input named `mask` has as other than 0. All positions where
+    there is no such input, or it has another shape."""
     shown = inputs.get(mask)
     if isinstance(shown, Tensor) and shown.shape == out.shape[:2]:
         return shown.to(out.device).bool()
@@ -88,10 +88,12 @@ class Scored(NamedTuple):
     def from_answer(
         cls, model: nn.Module, answer: object, inputs: Mapping[str, Tensor]
     ) -> Scored:
-        """Returns how to score an answer of the model on `inputs`: as logits if the width
-        of its output is the size of a vocabulary or the number of labels, and which
-        positions count. `targets` is -1 everywhere but for logits over tokens. Raises
-        MeasurementError for an answer without a tensor."""
+        """Returns how to score an answer of the model on `inputs`. It is scored as logits
+        where the width of its output is the size of a vocabulary or the number of labels,
+        and it has no `last_hidden_state`. For logits over tokens `targets` has the next
+        token of the text, of a masked or an encoder-decoder model the token itself; it is
+        -1 at padding, at a last position without a next one, and for all other outputs.
+        Raises MeasurementError as `main_output`."""
         out, name = main_output(answer), text_input_name(inputs)
         config: object = getattr(model, "config", None)
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -126,7 +128,7 @@ def count_nonfinite_positions(x: Tensor, counts: Tensor) -> int:
 
 def largest_error(x: Tensor, truth: Tensor) -> Tensor:
     """Returns the largest |error| of a logit at each position, [sequences, positions],
-    each position's mean error taken off first. `x`, `truth`: [sequences, positions,
+    after each position's mean error is taken off. `x`, `truth`: [sequences, positions,
     tokens]."""
     return _centred(x - truth).abs().amax(dim=-1)
 
@@ -145,9 +147,11 @@ def score_sequences(
     `by_chance` [sequences, positions]: the `largest_error` that roundings make, by which
     flips are told from near ties; None leaves `unexplained` out. `beside`: the output
     that `from_against` is measured from; None, or one that is not finite, leaves it out.
-    `growth` is empty for fewer than 2 PARTS positions. A sequence that is all padding, or
-    has NaN or infinity in `x` or `truth`, has a status and a `reason` in place of
-    numbers, with the entry of `first` on where they came up."""
+    `growth` is empty for fewer than 2 PARTS positions. A sequence without numbers has a
+    `status` and a `reason`: `skipped` where it is all padding or `truth` is not finite
+    (then `lost` too), `failed` where `x` is not finite (with `nonfinite`, how many
+    positions). `first`: by the number of a sequence, where NaN or infinity first came up,
+    which the reason then says."""
     rows: list[Fields] = []
     for i, counts in enumerate(how.counted):
         values, exact = x[i][counts], truth[i][counts]
@@ -216,9 +220,9 @@ def _score_logits(
     x: Tensor, exact: Tensor, targets: Tensor, by_chance: Tensor | None
 ) -> tuple[Tensor, Fields]:
     """Returns the cost of each position [positions], KL(exact || x) in nats, and the
-    fields of the row that only logits have: flips, `unexplained` if `by_chance`
-    [positions] is given, and the changes of log-probabilities if any of `targets`
-    [positions] is a token, not -1. `x`, `exact`: [positions, tokens]."""
+    fields of the row that only logits have: `flips` and `first_flip`; `unexplained` where
+    `by_chance` [positions] is not None; the changes of log-probabilities where any of
+    `targets` [positions] is a token, not -1. `x`, `exact`: [positions, tokens]."""
     step = max(1, BLOCK // x.shape[-1])
     parts = []
     for logits, exact_logits, token in zip(

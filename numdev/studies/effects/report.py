@@ -34,8 +34,8 @@ USED = "sdpa-default"  # what a model calls that asks for no backend
 
 
 def rank_for_use(kernel: str, against: str) -> int:
-    """Returns a sort key for the kernels of a study, of which the lowest stands for what
-    a user runs: 2 for `against`, that others are compared with; else 0 for
+    """Returns a sort key for the kernels of a study; the lowest stands for what a user
+    runs. It is 2 for `against`, which others are compared with; else 0 for
     `sdpa-default`, which a model calls if it asks for no backend; 1 for any other."""
     return {USED: 0, against: 2}.get(kernel, 1)
 
@@ -59,7 +59,7 @@ class PlannedRun(Record):
 
     @property
     def run(self) -> tuple[str, str, str, str, int | None]:
-        """Returns what identifies the run: kind, kernel, options as text, site and layer,
+        """Returns what identifies the run: (kind, kernel, options as text, site, layer),
         as in `RunFields.run` but without the format and the output."""
         return self.kind, self.kernel, str(self.options), self.site, self.layer
 
@@ -127,8 +127,8 @@ class RunFields(Record):
 
     @property
     def run(self) -> tuple[str, str, str, str, str, str, int | None]:
-        """Returns what identifies the run in a report: kind, format, output (`at`),
-        kernel, options as text, site and layer."""
+        """Returns what identifies the run in a report: (kind, format, output `at`,
+        kernel, options as text, site, layer)."""
         which = (self.kernel, str(self.options), self.site, self.layer)
         return self.kind, self.format, self.at, *which
 
@@ -224,8 +224,8 @@ def check_names(
 
 
 def not_asked_reason(request: EffectsRequest, name: str) -> str:
-    """Returns why the request leaves out the check `name`, with the option that asks for
-    it; empty for one that was asked for or needs no option."""
+    """Returns why the request leaves out the check `name`: `not asked for: --compile`.
+    Empty for a check that was asked for, or that needs no option."""
     option = ASKED_BY.get(name)
     asked = {"generate": request.generate, "compile": request.compile}
     return "" if option is None or asked[option] else f"not asked for: --{option}"
@@ -261,8 +261,8 @@ class EffectsReport(Report):
 
     @property
     def unmeasured(self) -> str:
-        """Returns a sentence that says why the model ran with no kernel: the reasons of
-        all rows."""
+        """Returns a sentence on why the model ran with no kernel, with the reasons of all
+        rows, sorted: `the model ran with no kernel: REASON, or REASON`."""
         reasons = sorted({row.reason for row in self.rows if row.reason})
         return f"the model ran with no kernel: {', or '.join(reasons)}"
 

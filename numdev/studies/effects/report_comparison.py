@@ -56,7 +56,7 @@ FEW = (
 
 
 class EffectsNames:
-    """The names by which rows of two reports are matched, as `movement.Names` has them
+    """The names by which rows of two reports are matched, as `noise_model.Names` has them
     for an audit's."""
 
     def kernel(self, row: OutputRow) -> Key:
@@ -64,14 +64,15 @@ class EffectsNames:
         return label(row), row.format
 
     def step(self, row: OutputRow) -> tuple[Key, Key, bool]:
-        """Returns what identifies a row: its kernel and format, its run and sequence, and
-        False, since no row is of a backward pass."""
+        """Returns what identifies a row: (its kernel and format, its run and sequence,
+        False). The last says that no row is of a backward pass."""
         return self.kernel(row), (row.run, row.sequence), False
 
     row = step
 
     def lost(self, a: OutputRow, b: OutputRow) -> list[str]:
-        """Returns the names of the numbers that row A has and row B lacks."""
+        """Returns the names of the numbers that row A has and row B lacks, of COSTS and
+        `growth`."""
         return [
             *lost_numbers(a, b, COSTS),
             *(["growth"] if a.growth and not b.growth else []),
@@ -92,14 +93,14 @@ class EffectsNames:
         }
 
     def place(self, row: OutputRow) -> Place:
-        """Returns the place of a row, which names its run: a model's output belongs to no
-        call, layer or head."""
+        """Returns the place of a row, which names its run alone: a model's output belongs
+        to no call, layer or head."""
         return place_without_call(self.about(row)["tensor"])
 
 
 def moves(old: EffectsReport, new: EffectsReport) -> tuple[EffectsNames, Compared]:
     """Returns the names by which rows are paired, and what changed from `old` to `new`: a
-    group for every run that both reports have, a move for each of its numbers that
+    group for every run that both reports have, a move for each number of a run that
     changed beyond chance, and the checks whose result changed or that one report alone
     could try. A number that is 0 in one report alone moved, whatever chance does."""
     names = EffectsNames()
@@ -135,9 +136,9 @@ def moves(old: EffectsReport, new: EffectsReport) -> tuple[EffectsNames, Compare
 
 
 def _count_changes(rows: Sequence[Pair]) -> Iterator[Changed]:
-    """Yields the fields of a move for each count of a run (positions, flips, unexplained
-    flips) whose sum over sequences changed beyond chance. Positions may not change at
-    all."""
+    """Yields the fields of a move for each count of a run (positions, top tokens that
+    flip, unexplained flips) whose sum over sequences changed beyond chance; positions
+    count as changed wherever they differ."""
     for metric, what in (
         ("positions", "positions"), ("flips", "top tokens that flip"),
         ("unexplained", "flips that are no near ties"),
@@ -162,8 +163,9 @@ def _count_changes(rows: Sequence[Pair]) -> Iterator[Changed]:
 def _check_moves(
     old: Sequence[Check], new: Sequence[Check]
 ) -> tuple[list[Move], list[Presence]]:
-    """Returns the moves, in the order of the reports, of checks whose result changed, or
-    that fail and are new, and the presences of checks that only one report could try."""
+    """Returns two lists, in the order of the reports. Moves: checks whose result changed
+    from one that was tried to another, and new checks that fail. Presences: checks that
+    only one report could try."""
     moves: list[Move] = []
     presences: list[Presence] = []
     for a, b in both_sides(old, new, lambda check: (check.name, check.format)):

@@ -69,9 +69,10 @@ SINGLE = 24
 
 
 class RoundedWeights:
-    """A model's weights as formats round them to nearest, each rounded once: a small
-    model's run is mostly that. One that its format holds as it is, is not stored again;
-    of another the rounded values are, in the format's own dtype."""
+    """A model's weights as formats round them to nearest, each rounded once, since a
+    small model's run is mostly that. A weight that its format holds as it is, is not
+    stored again; of any other the rounded values are stored, in the format's own
+    dtype."""
 
     def __init__(self) -> None:
         # By where the values lie and the format: the values, which are not to be written
@@ -79,9 +80,10 @@ class RoundedWeights:
         self._rounded: dict[tuple[object, ...], tuple[Tensor, int, Tensor | None]] = {}
 
     def rounded(self, values: Tensor, fmt: Format) -> Tensor:
-        """Returns fp64 values of a weight rounded to a format, as `round_values` has
-        them; kept while the weight is not written to, and the same tensor where nothing
-        changes. Complex ones are rounded anew each time."""
+        """Returns fp64 values of a weight rounded to a format, as `round_values` rounds
+        them. The rounded values are stored until the weight is written to. The same
+        tensor comes back where rounding changes nothing. Complex values are rounded anew
+        each time."""
         if values.is_complex():
             return round_values(values, fmt)
         key = (values.data_ptr(), values.shape, values.stride(), fmt.name)
@@ -95,13 +97,14 @@ class RoundedWeights:
 
 
 class AtSites:
-    """Rounds results at `sites` to what tensors say they are, where that is no wider than
-    `format`; parameters, whose site is `weights`, where they are used. To nearest, or
-    with a `generator` up or down at random.
+    """Rounds what operations at `sites` compute to the dtype that their result says,
+    unless that is more precise than `format`. Parameters, whose site is `weights`, are
+    rounded where they are read. Rounding is to nearest, or with a `generator` up or down
+    at random.
 
-    An operator that moves values gives what it gets, which is rounded where it was
-    computed. Only the numbers that it brings in (of a mask, a pad, a clamp) are rounded
-    there."""
+    An operator that only moves values returns them as they are, since they were rounded
+    where they were computed. Only the numbers that it brings in (of a mask, a pad, a
+    clamp) are rounded at its own site."""
 
     def __init__(
         self, places: SiteTracker, fmt: Format, sites: Collection[str],
@@ -114,8 +117,9 @@ class AtSites:
         self.narrower: dict[str, str] = {}  # by site, the narrower format it computes in
 
     def read(self, values: Tensor, dtype: torch.dtype, *, is_weight: bool) -> Tensor:
-        """Returns the values that an operation reads from a tensor of this dtype: a
-        parameter's are rounded where `weights` is one of the sites."""
+        """Returns the values that an operation reads from a tensor of this dtype. A
+        parameter's are rounded where `weights` is one of the sites; all others are as
+        they are."""
         if is_weight and "weights" in self.sites:
             fmt = values_format(dtype)
             is_nearest = self.generator is None and self._rounds_to(fmt)
@@ -127,8 +131,9 @@ class AtSites:
     def number(
         self, func: OpOverload, value: float, dtype: torch.dtype, device: torch.device
     ) -> float:
-        """Returns a Python number that an operation brings in: rounded at the operation's
-        site if that is chosen and the operation only moves values; as it is otherwise."""
+        """Returns a Python number that an operation brings in. It is rounded where the
+        operation only moves values, its site is chosen and `dtype` is no more precise
+        than the model's format; else it is as it is."""
         fmt = values_format(dtype)
         if not only_moves_values(func) or fmt.precision > self.format.precision:
             return value
@@ -143,9 +148,9 @@ class AtSites:
         dtype: torch.dtype,
     ) -> Tensor:
         """Returns the values that an operation computed for a result of this dtype,
-        rounded if its site is chosen. Those of an operation that only moves values are
-        left as they are, unless it brings in other numbers. Notes in `narrower` a site
-        that computes in less than the model's format."""
+        rounded if its site is chosen. Values that an operation only moves are not
+        rounded, unless it brings in other numbers. Notes in `narrower` a site that
+        computes in less than the model's format."""
         if only_moves_values(func) and not brings_other_numbers(func, args, dtype):
             return values
         fmt, site = values_format(dtype), self.places.site_of(func, args)
@@ -154,14 +159,15 @@ class AtSites:
         return self._round_if_no_wider(values, fmt) if site in self.sites else values
 
     def _round_if_no_wider(self, values: Tensor, fmt: Format) -> Tensor:
-        """Returns the values rounded to a format; the same tensor where that format has
-        more digits than the model's."""
+        """Returns the values rounded to a format; the same tensor where that format is
+        more precise than the model's."""
         return (
             round_values(values, fmt, self.generator) if self._rounds_to(fmt) else values
         )
 
     def _rounds_to(self, fmt: Format) -> bool:
-        """Whether results in a format are rounded: those no wider than the model's."""
+        """Whether results in a format are rounded: it is no more precise than the
+        model's."""
         return fmt.precision <= self.format.precision
 
 
@@ -187,7 +193,8 @@ class Running(Computing):
 
 
 def only_moves_values(func: OpOverload) -> bool:
-    """Whether an operator only moves values, or chooses among them."""
+    """Whether an operator only moves values or chooses among them: it is in MOVES, and no
+    variant of it that reduces."""
     return func.overloadpacket.__name__ in MOVES and "reduce" not in func._overloadname
 
 
@@ -195,7 +202,8 @@ def brings_other_numbers(
     func: OpOverload, args: tuple[object, ...], dtype: torch.dtype
 ) -> bool:
     """Whether an operator that moves values also makes new ones: it adds some up, casts
-    those of a wider tensor down to `dtype`, or puts integers among them."""
+    values of a wider tensor down to `dtype`, or puts integers among floating-point
+    values."""
     name = func.overloadpacket.__name__
     if name in ("index_put", "index_put_") and len(args) > 3 and args[3]:
         return True
@@ -228,9 +236,9 @@ class SiteTracker:
         self.begun = False  # whether a layer has run
 
     def following(self) -> AbstractContextManager[None]:
-        """Returns a context in which the model runs, so that its modules are followed.
-        What was followed before is forgotten at once. `by_hand` and `widths` stay, but
-        for modules that run again."""
+        """Returns a context in which the model runs and its modules are followed. The
+        call forgets at once what was followed before, but for `by_hand` and `widths` of
+        modules, which stay until these run again."""
         self.running, self.attended, self.begun = [], set(), False
 
         def enter(
@@ -254,15 +262,15 @@ class SiteTracker:
         return module_hooks(self.kinds, enter, leave)
 
     def note_attention_call(self) -> None:
-        """Notes that the attention of the running modules was called: what they compute
-        from here on comes after it."""
+        """Notes that the attention of the running modules was called: what these compute
+        from now on comes after it."""
         self.attended.update(m for m in self.running if m in self.owners)
 
     def site_of(self, func: OpOverload, args: tuple[object, ...]) -> str:
-        """Returns the site, one of SITES, of an operation of the module that runs, and
-        notes how far a module has come that computes attention itself. `args`: the
-        operation's arguments, by whose shapes a sum is the residual stream's or an
-        activation's."""
+        """Returns the site, one of SITES, of an operation of the module that runs. Notes
+        how far a module has come that computes attention itself. `args`: the operation's
+        arguments, whose shapes tell a sum with the residual stream from one inside an
+        activation."""
         module = self.running[-1] if self.running else None
         kind = self.kinds[module] if module is not None else "outside"
         name = func.overloadpacket.__name__
@@ -291,8 +299,9 @@ class SiteTracker:
         return "logits" if self.begun else "embedding"
 
     def _may_add_to_residual(self, shape: torch.Size) -> bool:
-        """Whether a sum of this shape may be one with the residual stream: it is as wide,
-        and the module that makes it has parts, as a function of activation has none."""
+        """Whether a sum of this shape may be one with the residual stream: it is as wide
+        as the layer's input, if that width is known, and the module that computes it has
+        parts, which a function of activation has not."""
         layer = next((m for m in reversed(self.running) if m in self.layers), None)
         width = self.widths.get(layer, 0) if layer is not None else 0
         has_parts = any(True for _ in self.running[-1].children())
@@ -300,8 +309,8 @@ class SiteTracker:
 
     def _site_in_attention(self, module: nn.Module, name: str) -> str:
         """Returns the site of an operator, by name, in a module that computes attention
-        itself: scores up to the softmax, P from there, then the output; empty for any
-        other. Notes how far the module has come."""
+        itself: scores up to the softmax, P from there, then the output. Empty for an
+        operator before the scores. Notes how far the module has come."""
         stage = self.by_hand.get(module, "")
         if name in SOFTMAX:
             self.by_hand[module] = "attention P"
@@ -316,8 +325,8 @@ class SiteTracker:
 
 def layer_names(model: nn.Module) -> list[str]:
     """Returns the dotted names of a model's layers, in the model's order: the members of
-    each `ModuleList` or `Sequential` whose members all have submodules, but of none
-    inside a layer. Empty without such a list."""
+    each `ModuleList` or `Sequential` whose members all have submodules. Lists inside a
+    layer do not count. Empty without such a list."""
     layers: list[str] = []
     for name, m in model.named_modules():
         if isinstance(m, nn.ModuleList | nn.Sequential) and not _enclosing_module(
@@ -330,18 +339,18 @@ def layer_names(model: nn.Module) -> list[str]:
 
 
 def _enclosing_module(name: str, modules: Iterable[str]) -> str | None:
-    """Returns the first of these module names that a module of this name is, or lies
-    within; None without one."""
+    """Returns the first of the names `modules` that is the module `name` or contains it;
+    None without one."""
     return next((m for m in modules if f"{name}.".startswith(f"{m}.")), None)
 
 
 def _site_of_module(
     name: str, module: nn.Module, owners: list[str], layers: list[str]
 ) -> str:
-    """Returns the site that all operations of a module have, or, where it depends on the
-    operation, `owner` (of attention's projections), `layer` or `outside`. Norms and
-    rotary embeddings are told by name or class wherever they stand. `owners`, `layers`:
-    names of the modules with attention, and of layers."""
+    """Returns the site that all operations of a module have. Where the site depends on
+    the operation it returns `owner` (a module that has attention's projections), `layer`
+    or `outside`. Norms and rotary embeddings are told by name or class wherever they
+    stand. `owners`, `layers`: names of the modules with attention, and of layers."""
     leaf, layer = name.rpartition(".")[2].lower(), _enclosing_module(name, layers)
     described = f"{leaf} {type(module).__name__.lower()}"
     if "norm" in described:

@@ -65,7 +65,8 @@ Measure = Callable[[Format, int, Sequence[int]], Iterator[Measured]]
 
 
 class Run(NamedTuple):
-    """One way to run the model, by the fields of `OutputRow`."""
+    """One way to run the model, by the fields of `OutputRow`. `planned`: the kernel with
+    its options; None: a run without one."""
 
     kind: Kind
     planned: Planned | None = None
@@ -113,9 +114,10 @@ def effects(
     """Runs `request` and returns its report, judged by `rules` (None: the default ones).
     What is measured goes to a journal in `directory` (None: in memory alone), so that an
     interrupted run goes on from there; `overwrite` replaces a damaged journal or one of
-    another request. `workers`: share the runs among Dask workers; `say` gets notes on the
-    source, `progress` (what, done, total). Raises UsageError for what cannot be run here,
-    and MeasurementError where the model cannot be run exactly."""
+    another request. `workers`: the Dask workers that share the runs; None: they run here.
+    `say` gets notes on the source, `progress` (what, done, total). Raises UsageError for
+    a request that cannot be opened, MeasurementError where the model cannot be run
+    exactly."""
     rules = rules or default_rules()
     check_system(System.probe(request.device).as_dict(), rules)
     sections = ("model", "runs", "checks", "other")
@@ -157,9 +159,9 @@ def _complete_journal(
     watch: Stopwatch,
     progress: Progress,
 ) -> None:
-    """Measures every run and check that the journal lacks and appends them to it.
-    `measure` yields the rows of runs; the time spent goes to `watch` under `runs` and
-    `checks`."""
+    """Measures every run and check that the journal lacks, and appends it there.
+    `measure` yields the rows of runs; the seconds that this takes go to `watch` under
+    `runs` and `checks`."""
     done, total = 0, len(study.formats) * len(study.chunks) * len(study.runs)
     for fmt in study.formats:
         for number in range(len(study.chunks)):
@@ -233,8 +235,8 @@ def _unjudged_report(
 
 class EffectsStudy:
     """An opened request: the model, what it reads, and all ways in which it is to run.
-    Raises UsageError for the floor or the reference among its kernels, which always run,
-    and for a request that cannot be opened."""
+    Raises UsageError for the floor or the reference among its kernels, since these always
+    run, and for a request that cannot be opened."""
 
     def __init__(self, request: EffectsRequest, run: Runner) -> None:
         self.request, self.run, self.system = request, run, System.probe(request.device)
@@ -255,8 +257,8 @@ class EffectsStudy:
         self._subject: Subject | None = None
 
     def model_in(self, fmt: Format) -> Subject:
-        """Returns the model in a format, loading it unless it was the last one asked for:
-        one format is loaded at a time."""
+        """Returns the model in a format. It is loaded unless it was the last one that was
+        returned: one format is in memory at a time."""
         if self._subject is None or self._subject.format != fmt:
             self._subject = None
             self._subject = Subject(self.source, fmt, self.run, self.system)
@@ -264,8 +266,8 @@ class EffectsStudy:
 
     @cached_property
     def runs(self) -> list[Run]:
-        """Returns the runs to make in each format, in order: first those that others are
-        compared with, up to and with the first of the whole model."""
+        """Returns the runs to make in each format, in order. The first ones, up to the
+        first run of the whole model, are those that others are compared with."""
         floor = Planned(role="floor", kernel=find("floor"), options={})
         has_sites = isinstance(self.source, CheckpointSource)
         main = (*self.mine, self.against)[0]
@@ -283,8 +285,8 @@ class EffectsStudy:
         return runs
 
     def _attention_layers(self) -> list[int]:
-        """Returns the numbers of the layers that have attention, ascending; those of
-        modules without a number are left out."""
+        """Returns the numbers of the layers that have attention, ascending; a module with
+        attention whose layer has no number is left out."""
         model = self.source.model
         layers = {
             layer_of(model.get_submodule(name), name) for name in attention_modules(model)
@@ -293,8 +295,8 @@ class EffectsStudy:
 
     @property
     def used_kernel(self) -> Planned:
-        """Returns the kernel that stands for what a user runs. Attention's sites round as
-        it does."""
+        """Returns the kernel that stands for what a user runs; the sites of attention
+        round as this kernel does."""
         return min(
             (*self.mine, self.against),
             key=lambda p: rank_for_use(p.kernel.name, self.against.kernel.name),
@@ -302,14 +304,15 @@ class EffectsStudy:
 
     @property
     def sequences(self) -> int:
-        """Returns the number of sequences that the model reads."""
+        """Returns the number of sequences that the model reads; of a pipeline, of
+        images."""
         return sum(len(next(iter(x.values()))) for x in self.chunks)
 
     @cached_property
     def chunks(self) -> list[dict[str, Tensor]]:
         """Returns the inputs in parts, each a dict of tensors by name: as many sequences
         in a part as have a gigabyte of logits in fp64, at least one; of a pipeline one
-        image. A tensor that has not one row for each sequence is whole in every part."""
+        image. A tensor whose first axis is not the sequences is whole in every part."""
         inputs, step = self.source.prompt.inputs, 1
         count = len(next(x for x in inputs.values() if isinstance(x, Tensor)))
         if isinstance(self.source, CheckpointSource):
@@ -325,9 +328,10 @@ class EffectsStudy:
         self, fmt: Format, number: int, todo: Sequence[int]
     ) -> Iterator[Measured]:
         """Yields (number of a run, its rows) for each run of `todo`, on part `number` of
-        the inputs, in a format. The runs that others are compared with are made in any
-        case. A run that fails has rows with a reason, and so has every run of a model
-        that attends by hand. Raises MeasurementError where the exact run fails."""
+        the inputs, in a format. The runs that others are compared with are made even
+        where they are not in `todo`. A run that fails has rows with a reason. All runs
+        have that where the model makes no call of attention that a kernel could answer.
+        Raises MeasurementError where the exact run fails."""
         subject, inputs = self.model_in(fmt), self.chunks[number]
         before = sum(len(next(iter(x.values()))) for x in self.chunks[:number])
         answer = self._answer(subject, inputs, None)
@@ -393,8 +397,8 @@ class EffectsStudy:
         self, subject: Subject, inputs: Inputs, run: Run | None
     ) -> dict[int, str]:
         """Runs the model once more and returns, by the number of a sequence in `inputs`,
-        where NaN or infinity first comes up, in words; without sequences that are finite.
-        `run`: None for the exact run."""
+        where NaN or infinity first comes up, in words; sequences that are finite
+        throughout are missing. `run`: None for the exact run."""
         count = next(len(x) for x in inputs.values() if isinstance(x, Tensor))
         following = (
             first_nonfinite(subject.real, count, subject.format)
@@ -406,7 +410,7 @@ class EffectsStudy:
         return first
 
     def _answer(self, subject: Subject, inputs: Inputs, run: Run | None) -> object:
-        """Returns what the model returns in one run, or in the exact one for None. Raises
+        """Returns what the model returns in one run; `run` None: in the exact one. Raises
         MeasurementError of one line for any error of the model's own code; Refused where
         a kernel declines."""
         seed = self.request.seed
@@ -447,8 +451,8 @@ def _largest_errors(
     roundings: Iterable[Mapping[str, Tensor]], truths: Mapping[str, Tensor]
 ) -> Tensor | None:
     """Returns the largest error of a logit at each position, [sequences, positions], over
-    the runs in which everything rounds (`roundings`: their outputs by name, empty for one
-    that failed); None where none has an output."""
+    the runs in which everything rounds. `roundings`: the outputs of each of these by
+    name, empty for a run that failed. None where all failed."""
     errors = [largest_error(outputs[""], truths[""]) for outputs in roundings if outputs]
     return torch.stack(errors).amax(dim=0) if errors else None
 
@@ -464,8 +468,8 @@ def _overflows(outputs: Mapping[str, Tensor], truths: Mapping[str, Tensor]) -> b
 
 def _open_source(request: EffectsRequest, system: System) -> Source:
     """Opens the model of a request: a checkpoint or a pipeline. Raises UsageError for
-    captured tensors, a configuration, or anything else that is no model, and for an
-    option that has no effect on a pipeline."""
+    captured tensors, a configuration or any other target that is no model, and for
+    `by_layer`, `generate` or `compile` with a pipeline."""
     path, target = Path(request.checkpoint), request.target
     what = "captured tensors" if holds_cases(path) else ""
     if path.suffix in (".yaml", ".yml"):
@@ -498,9 +502,9 @@ def measure_on_workers(
     todo: Sequence[int],
 ) -> Iterator[Measured]:
     """Yields (number of a run, its rows) for the runs of `todo`, on part `number` of the
-    inputs, shared out among the workers of a Dask client, as they come. `expected`: the
-    versions and settings, as JSON, that each worker must have too. Raises what a worker
-    raises."""
+    inputs, shared out among the workers of a Dask client, in the order in which workers
+    finish. `expected`: the versions and settings, as JSON, that each worker must have
+    too. Raises what a worker raises."""
     count = min(max(1, len(client.nthreads())), len(todo))
     parts = [
         (request.model_dump_json(), fmt, number, todo[i::count]) for i in range(count)

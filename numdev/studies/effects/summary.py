@@ -29,8 +29,8 @@ Runs = Sequence[RunSummary]
 
 
 def recomputed_summary(report: EffectsReport) -> EffectsSummary:
-    """Returns the summary that the rows and the plan of a report give; its stored one is
-    not read."""
+    """Returns the summary that the rows and the plan of a report give; the report's
+    stored summary is not read."""
     return summarise(report.rows, report.plan.against, logits=report.plan.logits)
 
 
@@ -40,9 +40,10 @@ def with_summary(report: EffectsReport) -> EffectsReport:
 
 
 def summarise(rows: Sequence[OutputRow], against: str, *, logits: bool) -> EffectsSummary:
-    """Returns the summary of rows: every run over its sequences, the budget of each
-    format, the answer and notes. `against`: the kernel that others are compared with;
-    `logits`: whether costs are of logits."""
+    """Returns the summary of rows: every run over its sequences, of each format whether
+    the costs of its single rounding sites add up to the whole model's (`budgets`, where
+    sites ran), the answer in sentences, and notes. Without rows all are empty. `against`:
+    the kernel that others are compared with; `logits`: whether costs are of logits."""
     by_output = grouped(rows, lambda row: (row.format, row.at)).values()
     outputs = [
         OutputRuns(rows_of_output, against, logits=logits) for rows_of_output in by_output
@@ -60,7 +61,7 @@ def summarise(rows: Sequence[OutputRow], against: str, *, logits: bool) -> Effec
 
 
 class OutputRuns:
-    """All runs of one output of the model in one format."""
+    """All runs of one output of the model in one format. `rows`: at least one."""
 
     def __init__(self, rows: Sequence[OutputRow], against: str, *, logits: bool) -> None:
         self.against, self.logits = against, logits
@@ -129,8 +130,8 @@ class OutputRuns:
         return "eager", of(kernel=self.against, options={})
 
     def _budget(self, main: RunSummary) -> Budget:
-        """Returns the sum of the sites' costs over that of the whole model, in ratio; it
-        adds up from 0.9 to 1.1."""
+        """Returns the sum of the sites' costs over that of the whole model, each summed
+        over sequences. The sites add up where that is from 0.9 to 1.1."""
         sites = [self.costs[run.run] for run in self.sites]
         sums = {i: sum(costs.get(i, 0.0) for costs in sites) for i in self.whole}
         ratio = sum(sums.values()) / (sum(self.whole.values()) or 1.0)
@@ -143,9 +144,11 @@ class OutputRuns:
         )
 
     def answer(self) -> Iterator[str]:
-        """Yields the sentences on the run that stands for what a user runs, in the order
-        in which a reader asks: how large the error is, what it changes, attention's part,
-        what makes it. Yields nothing where no run has a cost."""
+        """Yields the sentences on the run that stands for what a user runs: how large the
+        error is; for logits, how often the top token changes; attention's part and the
+        largest sites; how far the output is from that of the kernel `against`. Sentences
+        without a number are left out; nothing where no run of the whole model has a
+        cost."""
         main = self.main
         if main is None or main.cost is None:
             return
@@ -160,13 +163,15 @@ class OutputRuns:
             yield self._difference_sentence(main, main.from_against)
 
     def _run_name(self, main: RunSummary) -> str:
-        """Returns the run in words: format, kernel, and the output of a pipeline."""
+        """Returns the run in words: `bfloat16 with sdpa-flash`, of a pipeline with its
+        output, `, image`."""
         fmt = f"{main.format} with {label(main)}"
         return f"{fmt}, {main.place}" if main.at else fmt
 
     def _part_clauses(self, share: Estimate | None) -> Iterator[str]:
-        """Yields a clause on attention's share of the error, if that is known, and if the
-        sites add up to it one on the three that make most of it."""
+        """Yields a clause on attention's share of the error, if that is known: `24 % of
+        the error is from attention alone`; then, if the sites' errors add up to the
+        whole, one on the three sites that make most of it."""
         if share is not None:
             yield f"{_with_range(share, percent)} of the error is from attention alone"
         if (budget := self.budget) and budget.adds_up:
@@ -177,8 +182,8 @@ class OutputRuns:
 
     def _difference_sentence(self, main: RunSummary, difference: float) -> str:
         """Returns the sentence on how far the output is from that of the kernel
-        `against`, beside inputs one ulp off. `difference`: over the rms of the exact
-        output."""
+        `against`, as a multiple of the error, beside what inputs one ulp off change.
+        `difference`: over the rms of the exact output."""
         size = main.error or 1.0
         again = (r.from_against for r in self.runs if r.kind == "moved")
         moved = next(filter(None, again), None)
@@ -191,7 +196,8 @@ class OutputRuns:
 
     def _cost_sentence(self, main: RunSummary, cost: Estimate) -> str:
         """Returns the sentence on the size of the error: of logits the KL divergence, and
-        the changes of loss and perplexity."""
+        the changes of loss and perplexity where they are known; of states or a pipeline's
+        output the squared relative error."""
         if not self.logits:
             what = main.place if main.at else "final states"
             size = f"squared relative error of the {what} {_with_range(cost)}"
@@ -205,7 +211,7 @@ class OutputRuns:
 
     def _flips_sentence(self, main: RunSummary) -> str:
         """Returns the sentence on how often the top token changes; in brackets how often
-        with the first other kernel, if it does."""
+        it does with the first other kernel, unless that changes none."""
         other = next((r for r in self.runs if r.kind == "whole" and r is not main), None)
         beside = f" ({other.flips} with {other.kernel})" if other and other.flips else ""
         return f"{self._run_name(main)}: {flips_in_words(main)}{beside}."
@@ -222,8 +228,9 @@ def _ratios_by_sequence(above: Costs, below: Costs) -> list[float]:
 
 
 def _geometric_mean(values: Sequence[float]) -> Estimate | None:
-    """Returns the geometric mean of ratios with its 95 % interval, which takes LEAST
-    values; the arithmetic mean where a value is 0. None without a value."""
+    """Returns the geometric mean of ratios with its 95 % interval; the arithmetic mean
+    where a value is 0. The ends are None for fewer than LEAST values. None without a
+    value."""
     mean, low, high = factor(values) if values else (0.0, None, None)
     low, high = (low, high) if len(values) >= LEAST else (None, None)
     return Estimate(mean=mean, low=low, high=high) if values else None
@@ -231,8 +238,9 @@ def _geometric_mean(values: Sequence[float]) -> Estimate | None:
 
 def _mean_with_interval(values: Sequence[float]) -> Estimate:
     """Returns the arithmetic mean of costs; its interval is that of the geometric mean,
-    in proportion. None for the ends where there are fewer than LEAST values. `values`: at
-    least one."""
+    in proportion, but that of the arithmetic mean where a cost is 0. None for the ends
+    where there are fewer than LEAST values, or all are 0. `values`: at least one, none
+    below 0."""
     mean, middle = _average(values), _geometric_mean(values)
     if not middle or not middle.mean or middle.low is None or middle.high is None:
         return Estimate(mean=mean)
@@ -277,8 +285,10 @@ def _with_range(x: Estimate, write: Callable[[float | None], str] = si) -> str:
 
 
 def flips_in_words(run: RunSummary) -> str:
-    """Returns a clause that says how often a run changes the top token, and that some of
-    these, how many, are not near ties, or all are, if that is known."""
+    """Returns a clause on how often a run changes the top token: `changes no top token
+    (64 positions)`, or `changes the top token at 3 of 64 positions`. To the latter it
+    adds `, 1 of them not near ties` or `, all of them near ties`, where that is known.
+    `run`: one of logits, whose `flips` is not None."""
     if run.flips == 0:
         return f"changes no top token ({run.positions:,} positions)"
     text = f"changes the top token at {run.flips} of {run.positions:,} positions"

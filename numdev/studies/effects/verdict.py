@@ -83,9 +83,9 @@ NOTHING_BESIDE = {
 def tests(report: EffectsReport, rules: Rules) -> Iterator[Test]:
     """Yields the tests of a report. For the model: each check, and whether the exact
     output is finite. For each planned kernel in each format: whether it ran, and for each
-    output whether it is finite, attention's own share of the error, the whole error and
-    the flips. A test that cannot be made has its reason. Where the model does not repeat
-    itself, what would be judged is undecided."""
+    output the rules of `_output_tests`. A test that cannot be made has a reason. Where
+    the check `repeat` fails, tests of outputs that would be held or exceeded are
+    undecided."""
     plan = report.plan
     limits: EffectsLimits = rules.limits_of("effects")
     runs = recomputed_summary(report).runs
@@ -158,8 +158,8 @@ def _check_tests(report: EffectsReport) -> Iterator[Test]:
 
 def _test_of_runs(report: EffectsReport, who: Who, rules: Rules) -> Test:
     """Returns the test of on how many sequences the model ran with a kernel, alone and as
-    a whole. A run with NaN or infinity counts as one: another rule judges that. Not
-    applicable where no exact output is finite."""
+    a whole. A run whose output has NaN or infinity counts as a run, since another rule
+    judges that. Not applicable where no exact output is finite."""
     rows = [
         row
         for row in report.rows
@@ -179,7 +179,7 @@ def _test_of_runs(report: EffectsReport, who: Who, rules: Rules) -> Test:
 
 
 def _is_row_of(row: OutputRow, who: Who) -> bool:
-    """Whether a row is one of the kernel, options and format of a test's `who`."""
+    """Whether a row is of the kernel, options and format of `who`."""
     expected = (who["kernel"], str(who["options"]), who["format"])
     return (row.kernel, str(row.options), row.format) == expected
 
@@ -192,8 +192,8 @@ def _output_tests(
 ) -> Iterator[TestFields]:
     """Yields the fields of the tests of one output of the model, with one kernel in one
     format, by the names of a Test's fields: the rules `finite`, `own share`, `model` and
-    `flips`. Without the costs of both `whole` and attention alone, the last three have a
-    reason: not applicable where both lack one, missing where one has it."""
+    `flips`. The last three need the cost of `whole` and that of attention alone: they are
+    not applicable where both lack it, and missing where one does, with a reason."""
     attention = attention_alone(whole, runs)
     yield _finite_test(whole, attention, runs)
     if whole.cost is None or attention is None or attention.cost is None:
@@ -229,7 +229,8 @@ def _output_tests(
 
 
 def _unjudged_flips_reason(plan: EffectsPlan) -> str:
-    """Returns why no flip can be called unexplained, by the plan."""
+    """Returns why no flip can be called unexplained, by the plan: its output is no
+    distribution, it chooses experts, or it has no run with all rounding sites."""
     if not plan.logits:
         return "its output is no distribution"
     if plan.routes:
@@ -245,9 +246,10 @@ def _has_rounding_sites(plan: EffectsPlan) -> bool:
 def _finite_test(
     whole: RunSummary, attention: RunSummary | None, runs: Sequence[RunSummary]
 ) -> TestFields:
-    """Returns the fields of the test of a finite output. NaN and infinity exceed the
-    limit where another kernel gives a finite output in `runs`, and are undecided where
-    none does. Not applicable where `whole` has no cost, held else. `attention`: the run
+    """Returns the fields of the test of a finite output. NaN and infinity, of the whole
+    model or of attention alone, exceed the limit where the model is finite with another
+    kernel in `runs`; they are undecided where it is with none. Without NaN or infinity
+    the test is held, or not applicable where `whole` has no cost. `attention`: the run
     with attention alone; None: there is none."""
     bad = max(whole.nonfinite, attention.nonfinite if attention else 0)
     others = [
@@ -280,12 +282,12 @@ def _finite_test(
 def _ratio_test(
     plan: EffectsPlan, run: RunSummary, limits: EffectsLimits, *, steady: bool
 ) -> TestFields:
-    """Returns the fields of the test of a ratio: a run's cost over that of what it is
-    compared with. It is exceeded where the lower end of its interval is beyond the limit;
-    also where the ratio is SURELY times the limit and has no interval, or is so in one
-    sequence of a model without a router that reads many positions (`steady`). It is
-    within the limit where the ratio is, and has an interval. Otherwise it is undecided,
-    or not applicable where nothing is there to compare with."""
+    """Returns the fields of the test of a ratio: a run's cost over that of the run it is
+    compared with. Exceeded: the lower end of its interval is beyond the limit; or it has
+    no interval and is SURELY times the limit; or it is that in one sequence of a model
+    without a router that reads many positions (`steady`). Held: it has an interval and is
+    within the limit, or the cost is 0. Not applicable: for eager attention beside itself,
+    and in a pipeline for all sites. Undecided otherwise."""
     by = RATIO_RULES[run.beside or "sites"]
     wide = by.rule == "model" and run.format not in BIAS_FORMATS
     limit = getattr(limits, f"{by.limit}_float32" if wide else by.limit)
@@ -338,8 +340,9 @@ def _ratio_test(
 def findings(
     judgement: Judgement, report: EffectsReport
 ) -> tuple[Sequence[Finding], Sequence[str]]:
-    """Returns a finding for each limit that is exceeded, kernel by kernel and the
-    farthest first, and for each kernel that did not run; and no notes."""
+    """Returns two sequences. Findings: one for each exceeded test that has a subject,
+    kernel by kernel and the farthest beyond first, then one for each kernel that did not
+    run. Notes: always empty."""
     wrong = [test for test in judgement.tests if test.beyond]
     sentences: list[Finding] = []
     for of_kernel in grouped(wrong, lambda t: (label(t), t.format)).values():
@@ -351,8 +354,8 @@ def findings(
 
 
 def _finding_statement(test: Test) -> Statement:
-    """Returns what an exceeded test says, from its numbers, to follow the kernel's name.
-    `test`: one with a run or a check in `beyond`."""
+    """Returns what an exceeded test says, from its numbers, to follow the kernel's name;
+    for a check the model's. `test`: one with a run or a check in `beyond`."""
     subject: Any = test.beyond[0]
     if isinstance(subject, Check):
         return Statement(FAILED[subject.name], f"{subject.reason}.")
@@ -366,8 +369,10 @@ def _finding_statement(test: Test) -> Statement:
 
 
 def _ratio_clause(test: Test, run: RunSummary) -> str:
-    """Returns the clause on a ratio, with its interval, if it has one (`in one sequence`
-    without): what errs, and how much of what it is held against."""
+    """Returns the clause on a ratio, `error of attention alone: 1.2× expected [1.1,
+    1.3]`: what errs, and how much of what it is held against. The interval is missing
+    where there is none or its ends are written alike; ` in one sequence` stands there
+    where the ratio is that of one alone."""
     by = RATIO_RULES[run.beside or "sites"]
     what = "the whole model" if by.rule == "model" else "attention alone"
     place = "" if run.place == "output" else f" in the {run.place}"
@@ -382,8 +387,8 @@ def _ratio_clause(test: Test, run: RunSummary) -> str:
 
 
 def _ratio_details(test: Test, run: RunSummary) -> str:
-    """Returns sentences on what a ratio is of, and on attention's share of the whole
-    error."""
+    """Returns sentences on what a ratio is of (`Errors as KL; limit 1.5×.`), and of
+    attention alone its share of the whole error, where that is known."""
     what = "Squared errors" if run.flips is None else "Errors as KL"  # what a cost is
     text = f"{what}; limit {three(test.bound)}×."
     if test.rule != "model" and run.share:
@@ -393,9 +398,10 @@ def _ratio_details(test: Test, run: RunSummary) -> str:
 
 
 def passing(report: EffectsReport, tests: Sequence[Test]) -> Statement | None:
-    """Returns what to say of the passed `tests` of one kernel: its number nearest to a
-    limit, None where no number was judged. Of the model, whose tests have no kernel:
-    which checks hold, and which were not tested and why. `tests`: at least one."""
+    """Returns what to say of the passed `tests` of one kernel: the number nearest to its
+    limit; None where no number was judged. Tests of the model, which have no kernel, say
+    which checks hold (`repeat and causality hold`), and which were not tested and why.
+    `tests`: at least one."""
     if tests[0].kernel != MODEL:
         return _nearest_to_limit(report, tests)
     holding = [

@@ -72,13 +72,14 @@ def blocks(report: EffectsReport) -> Iterator[doc.Node]:
 
 
 def error_name(*, logits: bool) -> str:
-    """Returns what a run's `cost` is, with its unit: of logits KL, of states a square."""
+    """Returns what a run's `cost` is, with its unit: `KL, nats/token` for logits, else
+    `squared error`."""
     return "KL, nats/token" if logits else "squared error"
 
 
 def _budget_blocks(report: EffectsReport) -> Iterator[doc.Node]:
-    """Yields for each format the budget of sites: bars on a page, with the tables behind
-    them, which other media show."""
+    """Yields the budgets of sites, if there are any: for a page bars of all formats, then
+    a table for each format behind them, which other media show openly."""
     tables, bars = [], []
     for budget in report.summary.budgets:
         sites = [
@@ -104,8 +105,9 @@ def _budget_blocks(report: EffectsReport) -> Iterator[doc.Node]:
 
 
 def _layer_blocks(runs: Sequence[RunSummary], error: str) -> Iterator[doc.Node]:
-    """Yields how much of the error attention in each layer alone makes: a line for each
-    format on a page, a table for each elsewhere. `error`: what a cost is."""
+    """Yields how much of the error attention in each layer alone makes: on a page one
+    figure with a line for each format, elsewhere a table for each format. Nothing where
+    no layer was run alone. `error`: the name of a cost, from `error_name`."""
     layers = [run for run in runs if run.layer is not None and run.cost]
     tables: list[doc.Table] = []
     curves: list[Curve] = []
@@ -132,8 +134,10 @@ def _layer_blocks(runs: Sequence[RunSummary], error: str) -> Iterator[doc.Node]:
 
 
 def _position_blocks(runs: Sequence[RunSummary], error: str) -> Iterator[doc.Node]:
-    """Yields how the error grows along the sequence: a line for each run on a page, a row
-    elsewhere. `error`: what a cost is. Without such runs a table without lines."""
+    """Yields how the error grows along the sequence: on a page a figure with a line for
+    each run, elsewhere a table with a row for each. Runs are those of kind `whole` or
+    `emulated` that have `growth`; without any it is a table without rows. `error`: the
+    name of a cost, from `error_name`."""
     grown = [run for run in runs if run.growth and run.kind in ("whole", "emulated")]
     parts = len(grown[0].growth) if grown else 0
     yield doc.table(
@@ -164,8 +168,8 @@ def _figure_blocks(
     ticks: Sequence[tuple[int, str]],
     error: str,
 ) -> Iterator[doc.Node]:
-    """Yields one figure for a page; nothing without a curve of two points. `axis`: its
-    title; `ticks`: places and names on it; `error`: what is drawn."""
+    """Yields one figure for a page; nothing unless a curve has two points. `axis`: the
+    title of the axis; `ticks`: places on it with their names; `error`: what is drawn."""
     if not any(len(curve.points) > 1 for curve in curves):
         return
     means = [point.mean for curve in curves for point in curve.points]
@@ -182,8 +186,9 @@ def _figure_blocks(
 
 
 def _check_blocks(checks: Sequence[Check]) -> Iterator[doc.Node]:
-    """Yields the table of the model's own checks; on a page behind a line that counts
-    them, unless one of them failed or could not be tried."""
+    """Yields the table of the model's own checks; nothing without checks. On a page it
+    stands behind a line that counts those that agree, unless a check that applies failed
+    or could not be tried."""
     table = doc.text_table(
         ("the model in fp64", "", "largest difference", ""),
         (
@@ -200,8 +205,8 @@ def _check_blocks(checks: Sequence[Check]) -> Iterator[doc.Node]:
 
 
 def _failed_metrics(report: EffectsReport) -> set[tuple[str, str]]:
-    """Returns (kernel with its options, format) where the rules refuse how many times the
-    expected error attention makes."""
+    """Returns (kernel with its options, format) of each finding that exceeds the limit on
+    a ratio of costs: attention or the model errs too many times what is expected."""
     refused = (
         f for f in report.findings if (f.severity, f.metric) == ("exceeded", "over")
     )
@@ -214,13 +219,15 @@ def _mean_or_none(x: Estimate | None) -> float | None:
 
 
 def _run_name(run: RunSummary) -> str:
-    """Returns what a run is called in a table: its kernel with options, or what it is
-    otherwise."""
+    """Returns what a run is called in a table: its kernel with options, `KERNEL, again`,
+    `KERNEL, inputs one ulp off`, `all sites together` or `all sites, rounded at
+    random`."""
     return STANDARD.get(run.kind, "{}").format(label(run))
 
 
 def _share_cell(run: RunSummary | None) -> str:
-    """Returns a run's share of the whole error in per cent; a dash without one."""
+    """Returns a run's share of the whole error in per cent, as text; a dash where it has
+    none, and for None."""
     return NONE if run is None or run.share is None else percent(run.share.mean)
 
 
@@ -235,8 +242,8 @@ def _check_cell(check: Check) -> doc.Cell:
 
 
 class KernelColumns:
-    """The table of the model with each kernel in a format, and below them the runs that
-    they are compared with."""
+    """The table of the model with each kernel in a format, and below the kernels the runs
+    that these are compared with."""
 
     def __init__(
         self,
@@ -259,7 +266,7 @@ class KernelColumns:
         self.beside = [what for what in BESIDE if what in present]
 
     def table(self, title: str) -> doc.Table:
-        """Returns the table under a title."""
+        """Returns the table under a title, with a row for each run that is shown."""
         numbers = [
             Column("relative error"),
             Column("angle"),
@@ -283,7 +290,7 @@ class KernelColumns:
         return doc.table(columns, map(self._cells, self.shown), standard, title=title)
 
     def _cells(self, run: RunSummary) -> Iterator[str | doc.Cell]:
-        """Yields the cells of a run, one for each column; a dash where it has no
+        """Yields the cells of a run, one for each column; a dash where the run has no
         number."""
         attention = self.alone.get(run.run[1:]) if run.kind == "whole" else None
         yield doc.Cell(_run_name(run), style="strong", title=run.reason or "")
@@ -302,8 +309,9 @@ class KernelColumns:
         yield si(run.from_against)
 
     def _ratio_cell(self, run: RunSummary | None, what: str) -> doc.Cell:
-        """Returns a run's cost over that of the run it is compared with, if that is
-        `what`, red where a rule refuses it; a dash otherwise, and for None."""
+        """Returns a run's cost over that of the run it is compared with, red where a rule
+        refuses it. A dash where `run` is None, has no ratio, or is compared with another
+        run than `what`."""
         if run is None or run.over is None or run.beside != what:
             return doc.Cell(NONE)
         name = label(run)
@@ -312,8 +320,8 @@ class KernelColumns:
 
 
 def _site_shares(runs: Sequence[RunSummary]) -> dict[str, float]:
-    """Returns the share of each site in the whole, the largest first, without those below
-    MIN_SHARE."""
+    """Returns the share of each site in the whole error by name, the largest first;
+    shares below MIN_SHARE are left out."""
     shares = {run.site: run.share.mean for run in runs if run.share}
     ordered = sorted(shares.items(), key=lambda item: -item[1])
     return {site: share for site, share in ordered if share >= MIN_SHARE}

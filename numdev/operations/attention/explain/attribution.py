@@ -62,7 +62,9 @@ class Fit:
 
 @dataclass(frozen=True, kw_only=True)
 class Attribution:
-    """The best explanation and the next; `why_not` where it is none."""
+    """The best explanation and the next best. `why_not`: in words, why `best` does not
+    explain the kernel, and `sites` is empty then; None: it does. `sites`: the share that
+    each rounding site has, the largest first."""
 
     best: Fit
     next: Fit
@@ -81,11 +83,13 @@ def attribute(
     tensor: str = "out",
     group: int = 1,
 ) -> Attribution | None:
-    """Returns which roundings explain `output` [B, H, rows, d] against `exact`; None
-    where its error is 0 or infinite. `scale` [B, H, rows]: norms of the rows' terms;
-    `fmt`: the working format; `claim`: options of `emulated` that are tried first, or
-    None; `emulate`: returns the tensor for such options; `tensor`: out, dq, dk or dv, of
-    `group` query heads to a kv head."""
+    """Returns which roundings explain the error of `output` [B, H, rows, d] against
+    `exact`, or which come nearest and why they do not. None where the error is 0 or
+    infinite. `scale` [B, H, rows]: norms of the rows' terms; `fmt`: the working format;
+    `claim`: options of `emulated` that are tried first, or None; `emulate`: returns the
+    tensor for such options; `tensor`: out, dq, dk or dv; `group`: query heads to a kv
+    head. Raises UsageError for a claim with unknown names or values, and what `emulate`
+    raises."""
     weight = row_weights(output, exact, scale, fmt)
     error = weighed(output.double() - exact, weight)
     size = float(error.norm())
@@ -138,8 +142,8 @@ def row_weights(output: Tensor, exact: Tensor, scale: Tensor, fmt: Format) -> Te
 
 
 def weighed(x: Tensor, weight: Tensor) -> Tensor:
-    """Returns x times the rows' weights, and 0 where the weight is 0, whatever x is there
-    (also NaN)."""
+    """Returns x [B, H, rows, d] times the rows' weights [B, H, rows, 1], and 0 where the
+    weight is 0, also for NaN and infinity."""
     return torch.where(weight > 0, x * weight, 0.0)
 
 
@@ -149,10 +153,11 @@ def weighed(x: Tensor, weight: Tensor) -> Tensor:
 def _best_fits(
     claim: Claim | None, fit: Callable[[str, Claim], Fit], tensor: str, group: int
 ) -> list[Fit]:
-    """Returns the best variant of every preset, best first. Where a preset fits as it is,
-    the others get its tiles, order and exponential too; else gradient sums, tiles,
-    orders, exponentials and rounding modes are tried. `fit` computes the Fit of options
-    under a preset's name; `claim` (or None) replaces the preset it names."""
+    """Returns the best variant of each of PRESETS, the smallest residual first. Where no
+    preset fits as it is (a residual of at most ENOUGH), gradient sums, tiles, orders,
+    exponentials and rounding modes are tried. Then other presets with tiles are tried
+    with the options of the one that fits best. `fit` computes the Fit of options under a
+    preset's name; `claim` (or None) replaces the preset it names."""
     start = dict(PRESETS)  # a preset as it is, or as the kernel claims to be it
     for name, base in PRESETS.items():
         if claim is not None and claim.get("preset", "fa2") == base["preset"]:
@@ -187,8 +192,9 @@ def _best_fits(
 
 def _sum_variants(claim: Claim, tensor: str, group: int) -> Iterator[Claim]:
     """Yields variants of a claim with other sums of the gradient and other sources of
-    delta, with the tiles that matter then; nothing for the output. Those of a group's sum
-    come for dk and dv alone."""
+    delta, with the tiles that matter then; nothing for the output. Sums over a group of
+    heads vary for dk and dv alone, where `group` is above 1; sources of delta for dq and
+    dk alone."""
     if tensor == "out":
         return
     grouped = tensor != "dq" and group > 1
@@ -202,8 +208,10 @@ def _sum_variants(claim: Claim, tensor: str, group: int) -> Iterator[Claim]:
 
 
 def _tile_variants(claim: Claim, tensor: str) -> Iterator[Claim]:
-    """Yields variants of a claim with the tiles (and orders of keys) that can matter to a
-    tensor; for a gradient only where its sum is rounded after each tile, else nothing."""
+    """Yields variants of a claim with other tiles: for dq and the output tiles of keys in
+    both orders, for dk and dv tiles of queries. For a gradient it yields nothing unless
+    the gradient's sum is rounded to the working format after each tile. Raises UsageError
+    for a claim with unknown names or values."""
     recipe = recipe_of(claim)
     if tensor != "out" and all(
         recipe.sites[s] != "working" for s in _sum_sites(tensor)[:2]
@@ -232,10 +240,11 @@ DS = ("ds_softmax", "ds_softcap", "ds_scaled", "ds")
 def rounding_sites(
     claim: Claim, fmt: Format, tensor: str = "out", group: int = 1
 ) -> dict[str, tuple[str, ...]]:
-    """Returns by name the sites on the way to a tensor at which an emulation of inputs in
-    `fmt` rounds to less than fp32, each with the sites that are made exact together with
-    it, since they round one number in succession. Raises UsageError for a senseless
-    claim."""
+    """Returns the sites on the way to a tensor (out, dq, dk or dv) at which an emulation
+    of inputs in `fmt` rounds to less than fp32. By name: `scores`, `ds`, the gradient's
+    name for its sum, else the site's own; each with the sites that are made exact
+    together with it, since they round one number in succession. Raises UsageError for a
+    claim with unknown names or values."""
     recipe = recipe_of(claim)
 
     def narrow(site: str) -> bool:
@@ -302,7 +311,7 @@ def _sites_before(tensor: str, recipe: Recipe, group: int) -> list[str]:
 
 def _sum_sites(gradient: str) -> tuple[str, ...]:
     """Returns the four sites of a gradient's sum, in order: a tile's product, the running
-    sum, a partial sum, the cast."""
+    sum, a partial sum, the cast (`dq_product`, `dq`, `dq_partial`, `dq_out`)."""
     return (f"{gradient}_product", gradient, f"{gradient}_partial", f"{gradient}_out")
 
 

@@ -30,8 +30,8 @@ HEAD_KEYS = 1 << 16  # heads times keys in a probe, before one head applies
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Probe:
-    """The part of a call on which alternatives are evaluated. Its tensors: [b, h, rows,
-    v_dim]."""
+    """The part of a call on which alternatives are evaluated. `batch`, `heads` and `rows`
+    are its indices in the call; its tensors are [b, h, rows, v_dim]."""
 
     # Whole: alternatives are made from it, as a wrong layout mixes heads, rows
     case: AttentionCase
@@ -55,11 +55,12 @@ class Probe:
         every: bool = False,
         entry: int | None = None,
     ) -> Probe:
-        """Returns the part of `case` in these query heads, with what the kernel returned,
-        `out` [B, H, q_len, v_dim]; `errors` [B, len(heads), q_len] is the size of rows'
-        errors. `whole`: the reference's output of the whole case, or None; `every`: take
-        all batch entries and rows, where there are no more than SCORES; `entry`: take
-        this batch entry alone."""
+        """Returns the part of `case` in these query heads: at most MAX_BATCH batch
+        entries and MAX_ROWS rows (`rows_of`), with what the kernel returned, `out` [B, H,
+        q_len, v_dim]; `errors` [B, len(heads), q_len] is the size of rows' errors.
+        `whole`: the reference's output of the whole case, or None; `every`: take all
+        batch entries and rows, where that is no more than SCORES scores; `entry`: take
+        this batch entry alone; None: the ones that err most."""
         every = every and len(errors) * len(heads) * case.q_len * case.kv_len <= SCORES
         most = len(errors) if every else MAX_BATCH
         batch = (
@@ -135,13 +136,13 @@ class Probe:
         return dataclasses.replace(self.exact, out=out)
 
     def cut(self, alternative: Reference, rows: Tensor | None = None) -> float:
-        """Returns how many times smaller the residual is against the alternative than
-        against the exact result, plainly or with the term scale as the unit, whichever is
-        less. `rows`: bool [b, h, rows], the rows that count; None: all. 0 where fewer
-        than LEAST_ELEMENTS elements, or fewer than half of the usable ones, can be
-        compared; a row that is empty in the alternative can only where the output is 0.
-        The residual against the alternative counts as a rounding floor at least, the one
-        against the exact result as it is."""
+        """Returns how many times smaller the residual (a norm) is against the alternative
+        than against the exact result: the smaller of two ratios, taken plainly and with
+        the term scale as the unit. `rows`: bool [b, h, rows], the rows that count; None:
+        all. 0 where fewer than LEAST_ELEMENTS elements, or fewer than half of the usable
+        ones, can be compared; a row that sees no key in the alternative can be compared
+        only where the output is 0. The residual against the alternative counts as a
+        rounding floor at least, the one against the exact result as it is."""
         usable = self.usable if rows is None else self.usable & rows[..., None]
         none = self.out == 0  # which is what code returns for a row that sees no key
         both = usable & (~alternative.empty[..., None] | none) & finite(alternative.out)
@@ -159,8 +160,8 @@ class Probe:
 
     def share(self, alternative: Reference) -> float:
         """Returns the share of the rms error that goes if the alternative is what should
-        come out, over the elements that can be compared, as in `cut` but however few;
-        negative where the error grows, 0 where there is none."""
+        come out; negative where the error grows, 0 where there is none. Elements are
+        those that `cut` compares, however few they are."""
         none = self.out == 0
         both = (
             self.usable & (~alternative.empty[..., None] | none) & finite(alternative.out)
@@ -186,7 +187,7 @@ def all_scores(case: AttentionCase) -> Tensor:
 def rescored(case: AttentionCase, S: Tensor) -> CaseChanges:
     """Returns the fields to change that give the call the scores S [B, H, q_len, kv_len],
     -inf where hidden: an additive mask in place of mask, soft cap, window and causality.
-    Their slope is that of no cap."""
+    The gradient with respect to q and k is then that of a call without a soft cap."""
     bare: CaseChanges = {
         "mask": None,
         "softcap": None,
@@ -211,7 +212,7 @@ class Alternative(NamedTuple):
 def rows_of(length: int, rows: int, worst: int) -> Tensor:
     """Returns query rows of `length`, ascending, int64: four runs of `rows` // 4 at the
     start, the end, around the row `worst` and in the middle, fewer rows where runs
-    overlap; all rows where they are no more than `rows`. `rows`: at least 4."""
+    overlap; all rows where `length` is at most `rows`. `rows`: at least 4."""
     if length <= rows:
         return torch.arange(length)
     size = max(1, rows // 4)

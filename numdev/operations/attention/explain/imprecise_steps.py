@@ -43,7 +43,8 @@ FORWARD = ("p", "accumulator", "row_sum", "scores", "products", "out")
 
 @dataclass(frozen=True)
 class Loss:
-    """One step of attention in a coarser format than it should have."""
+    """One step of attention in a coarser format than it should have: `words` say which,
+    as a clause. Called with an fp32 tensor it returns the tensor rounded so."""
 
     step: Step
     format: Format
@@ -55,7 +56,8 @@ class Loss:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Returns the names of the tensors in which the loss shows."""
+        """Returns the names of the tensors in which the loss shows: `out` alone for a
+        step of the forward pass, else those of dq, dk and dv that the step enters."""
         of = {"dq": ("dq",), "dkv": ("dk", "dv"), "ds": ("dq", "dk"), "p_for_dv": ("dv",)}
         of |= {"delta": ("dq", "dk"), "lse": ("dq", "dk", "dv")}
         return of.get(self.step, ("out",))
@@ -77,7 +79,8 @@ def rounded(x: Tensor, fmt: Format, *, toward_zero: bool = False) -> Tensor:
 
 def losses(case: AttentionCase) -> Iterator[Loss]:
     """Yields the single steps of the forward pass that may be coarser in a call of this
-    format, the likeliest first; nothing for formats wider than fp32."""
+    format, the likeliest first. For fp32 these are products in TF32; for wider formats
+    there are none."""
     working, wide = case.format, FORMATS["float32"]
     if working == wide:
         for zero in (False, True):
@@ -149,7 +152,7 @@ def gradient_losses(case: AttentionCase) -> Iterator[Loss]:
 
 
 def forward(case: AttentionCase, loss: Loss, S: Tensor) -> Tensor:
-    """Returns O [B, H, q_len, v_dim], rounded to the working format, of
+    """Returns O [B, H, q_len, v_dim], fp32 rounded to the working format, of
     FlashAttention-2's forward pass with one step coarser. S: the call's scores [B, H,
     q_len, kv_len], fp32."""
     working = case.format
@@ -203,8 +206,9 @@ class Backward:
 
     def step(self, loss: Loss) -> dict[str, Tensor]:
         """Returns dq, dk and dv, by name, of FlashAttention-2's backward pass with one
-        step coarser, rounded to the working format; dk and dv of the query heads of a
-        group are summed in fp32. Raises UsageError for a case without grad_out."""
+        step coarser: fp32 tensors rounded to the working format. dk and dv of the query
+        heads of a group are summed in fp32. Raises UsageError for a case without
+        grad_out."""
         case, working, tile = self.case, self.case.format, loss.tile
         Q, dO = case.q.float(), upstream(case).float()
         K, V = (x.repeat_interleave(case.group, 1).float() for x in (case.k, case.v))
@@ -245,9 +249,10 @@ def _add_rounded(loss: Loss, total: Tensor, new: Tensor) -> Tensor:
 
 def residuals(x: Tensor, exact: Tensor, terms: Tensor, tried: Tensor) -> Tensor:
     """Returns for each head of x [B, H, rows, d] the share of its error against `exact`
-    that is left against `tried`, [H]: plainly, or with every row divided by the norm of
-    its `terms`, whichever is more; infinite in a head without an error. Elements that are
-    not finite in one of them are left out."""
+    that is left against `tried`, [H]. The share is a ratio of norms, taken plainly and
+    with every row divided by the norm of its `terms`; the larger of the two is returned.
+    It is infinite in a head without an error. Elements that are not finite in x, `exact`
+    or `tried` are left out."""
     usable = x.isfinite() & exact.isfinite() & tried.isfinite()
     size = terms.norm(dim=-1, keepdim=True)
     shares = []
@@ -274,13 +279,14 @@ def imprecision(
     wrong: tuple[str, ...],
     hints: tuple[Loss, ...] | None = None,
 ) -> dict[tuple[str, int], tuple[Loss, float]]:
-    """Returns the step that explains a kernel's errors, and the share of them that it
-    explains, by tensor and head; nothing for calls of more than MOST_SCORES scores or
-    formats without a dtype. Of several steps the one that explains most, of those up to
-    the first that explains more than 97 % of some head. `returned`: whole tensors of the
-    call; `exact`: its reference; `terms`: the term scale by tensor; `wrong`: what to
-    explain, the output alone or gradients, at least one; `hints`: the steps of other
-    calls, which alone are tried, all of them; None: all."""
+    """Returns by tensor and head the step that explains a kernel's errors, and the share
+    of them that it explains (at least 1 - EXPLAINS); a head that no step explains is left
+    out. Empty for calls of more than MOST_SCORES scores or formats without a dtype. Steps
+    are tried in the order of `losses` or `gradient_losses`, and no more after one that
+    explains more than 97 % of some head; of those tried the best is taken. `returned`:
+    whole tensors of the call; `exact`: its reference; `terms`: the term scale by tensor;
+    `wrong`: what to explain, `("out",)` alone or gradients, at least one; `hints`: the
+    steps of other calls, which alone are tried, all of them; None: all."""
     if case.q.shape[:3].numel() * case.kv_len > MOST_SCORES or case.working is not None:
         return {}
     S = all_scores(case).float()

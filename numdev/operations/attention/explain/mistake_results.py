@@ -42,7 +42,8 @@ LEAST_ROWS = 8  # it takes to estimate a factor on one half and judge it on the 
 
 def alternatives(probe: Probe) -> Iterator[Alternative]:
     """Yields every named mistake that is possible in this call and would change what is
-    computed. An alternative's `answer` is not computed until it is called."""
+    computed, without the factors, which `estimated` has. An alternative's `answer` is not
+    computed until it is called."""
     case, of = probe.case, instances(probe.case)
     for cause, variant in variants(case):
         answer = partial(Probe.answer, case=variant)
@@ -73,8 +74,9 @@ MERGED = {
 
 
 def _merging_mistakes(probe: Probe) -> Iterator[Alternative]:
-    """Yields mistakes in merging: results of parts of the keys, each right, that are
-    merged with other weights than exp(their log-sum-exp)."""
+    """Yields mistakes in merging: results of parts of the keys, each right, are merged
+    with other weights than exp(their log-sum-exp). Parts are 2, 4 or 8 of the call, or of
+    64 to 512 keys; those that are the whole call are left out."""
     n = probe.case.kv_len
     widths = {f"{count} parts of the keys": -(-n // count) for count in PARTS}
     widths |= {f"parts of {width} keys": width for width in PART_WIDTHS}
@@ -102,8 +104,9 @@ def _with_parts_merged(p: Probe, width: int, less: float) -> Reference:
 
 
 def _repeated_sink_mistakes(probe: Probe) -> Iterator[Alternative]:
-    """Yields a sink that is counted in every tile that the row sees by its position;
-    nothing without sinks or without a causal mask."""
+    """Yields the mistake that a sink is counted in every tile of keys that a row sees by
+    causality, for each of SINK_TILES that is less than kv_len; nothing without sinks or
+    without a causal mask."""
     case = probe.case
     if case.sinks is None or not case.is_causal:
         return
@@ -119,8 +122,8 @@ def _repeated_sink_mistakes(probe: Probe) -> Iterator[Alternative]:
 
 
 def _with_repeated_sinks(p: Probe, tile: int) -> Reference:
-    """Returns the result where a sink is counted once more for each tile of keys that
-    lies before the row's last visible key. The case must have sinks."""
+    """Returns the result where a sink is counted once more for each whole tile of keys
+    that lies before the row's last visible key. The case must have sinks."""
     assert p.case.sinks is not None
     last = (p.rows + p.case.causal_offset).clamp(0, p.case.kv_len - 1)
     more = (last // tile).double()[:, None]
@@ -134,8 +137,9 @@ STALE = ("the accumulator is", "the row sum is", "accumulator and row sum are")
 
 def _with_stale_sums(p: Probe, tile: int, what: str) -> Reference:
     """Returns the result where what was summed before the running maximum moved is too
-    large by exp(last maximum - that one). `what`: a phrase of STALE, which of accumulator
-    and row sum are; results of a tile size are cached in `p.stale`."""
+    large by exp(last maximum - maximum at that time). `what`: one of STALE, which says
+    whether accumulator, row sum or both are; KeyError for another. Results of a tile size
+    are cached in `p.stale`."""
     if tile not in p.stale:
         S = p.scores
         ends = torch.arange(S.shape[-1], device=S.device) // tile * tile + tile - 1
@@ -155,8 +159,9 @@ def _with_stale_sums(p: Probe, tile: int, what: str) -> Reference:
 
 def _layout_mistakes(probe: Probe) -> Iterator[Alternative]:
     """Yields mistakes of layout: [batch, heads, length, dim] taken for [batch, length,
-    heads, dim], in shape or in memory. Those that need the whole call's output are left
-    out of large calls, unless the probe has it. Nothing for a call of one head."""
+    heads, dim], in shape or in memory. Mistakes that need the whole call's output are
+    left out of calls of more than WHOLE scores, unless the probe has that output. Nothing
+    for a call of one head."""
     case, same = probe.case, probe.case.q_len == probe.case.kv_len
     cheap = case.q.shape[:3].numel() * case.kv_len <= WHOLE
     if case.heads == 1 and case.kv_heads == 1:
@@ -187,7 +192,8 @@ def _layout_mistakes(probe: Probe) -> Iterator[Alternative]:
 
 def _with_heads_as_sequence(p: Probe) -> Reference:
     """Returns the result where the heads' axis of q, k and v is taken for the sequence's,
-    with the output's axes back in place."""
+    and the output's axes are exchanged back. For calls with q_len = kv_len and heads =
+    kv_heads."""
     q, k, v = (x.transpose(1, 2) for x in (p.case.q, p.case.k, p.case.v))
     across = attend(
         dataclasses.replace(p.case, q=q, k=k, v=v).restrict(heads=p.rows.tolist())
@@ -208,8 +214,8 @@ def _write_transposed(x: Tensor) -> Tensor:
 
 def _with_output_transposed(p: Probe, case: AttentionCase) -> Reference:
     """Returns the reference of `case` where its output is written as [B, N, H, D] and
-    read as [B, H, N, D], at the probe's elements. Computes the whole call, unless the
-    probe has it."""
+    read as [B, H, N, D], at the probe's elements. Computes the whole call, unless `case`
+    is the probe's and the probe has its output."""
     whole = p.whole if case is p.case and p.whole is not None else attend(case).out
     return p.with_out(p.take(_write_transposed(whole)))
 
@@ -232,10 +238,11 @@ class _Estimate(NamedTuple):
 
 def estimated(probe: Probe) -> Iterator[tuple[Alternative, float]]:
     """Yields the mistakes that are a factor (of the scale, the output, the row sum, a
-    sink) estimated on every other row, and a single dropped key, each with how many times
-    smaller it makes the residual on the remaining rows (the dropped key: on all rows).
-    Left out are factors within 2u of the value that changes nothing; nothing is yielded
-    where fewer than LEAST_ROWS rows see a key."""
+    sink), and the single dropped key that fits best. Each comes with how many times
+    smaller it makes the residual. Factors are estimated on every other row and judged on
+    the remaining ones; the dropped key is judged on all. Left out are factors within 2u
+    of the value that changes nothing; nothing is yielded where fewer than LEAST_ROWS rows
+    see a key."""
     shape = probe.exact.empty.shape
     if int((~probe.exact.empty).sum()) < LEAST_ROWS:
         return
@@ -259,8 +266,8 @@ def estimated(probe: Probe) -> Iterator[tuple[Alternative, float]]:
 
 
 def _estimated_factors(probe: Probe, fit: Tensor) -> Iterator[_Estimate]:
-    """Yields the estimated factors in the order in which they are tried. `fit`: bool [b,
-    h, rows], the rows that they are estimated on."""
+    """Yields four estimates in the order in which they are tried: the scale, the output,
+    the row sum, a sink. `fit`: bool [b, h, rows], the rows that they are estimated on."""
     o, r = probe.out, probe.exact.out
     sink = _estimate_sink(probe, fit)
     scale = _estimate_scale_factor(probe, fit)
@@ -275,9 +282,9 @@ def _estimated_factors(probe: Probe, fit: Tensor) -> Iterator[_Estimate]:
 
 
 def _estimate_sink(probe: Probe, fit: Tensor) -> _Estimate:
-    """Returns the sink that fits the rows `fit` (bool [b, h, rows]), as a logarithm.
-    Where the call has no sink and the estimate is a whole number of ones, the cause also
-    names the padding with so many zero keys that it may be."""
+    """Returns the sink logit that fits the rows `fit` (bool [b, h, rows]) best. A call
+    without a sink whose estimate is n times exp(0), n a whole number of at least 2, may
+    have n keys padded with zeros: the cause names these too."""
     o, r = probe.out, probe.exact.out
     lse, sinks = probe.exact.lse[..., None], probe.case.sinks
     share: float | Tensor = 0.0  # of the call's sink in the row sum
@@ -301,8 +308,9 @@ def _with_added_row_sum(p: Probe, factor: float) -> Reference:
 
 
 def in_digits(factor: float) -> str:
-    """Returns an estimated factor in four significant digits, three below 0.1: 11.31,
-    0.0312, 10000; with an exponent below 1e-4 and from 1e9 on."""
+    """Returns an estimated factor rounded to four significant digits, three below 0.1,
+    without zeros at the end: 11.31, 0.0312, 12350 for 12345.6; with an exponent below
+    1e-4 and from 1e9 on."""
     shown = f"{factor:.4g}" if abs(factor) >= 0.1 else f"{factor:.3g}"
     # The rounded one: 9999.8 and 10000.2 are the same factor in words
     rounded = float(shown)
@@ -325,7 +333,7 @@ def _row_sum(p: Probe) -> Tensor:
 
 def _with_sink(p: Probe, factor: float) -> Reference:
     """Returns the result of the probe's case with a sink of the logit `factor` in every
-    head."""
+    head, in place of the case's sinks."""
     sinks = p.out.new_full((p.case.heads,), factor)
     return p.answer(dataclasses.replace(p.case, sinks=sinks))
 
@@ -339,8 +347,8 @@ def _without_key(p: Probe, key: int) -> Reference:
 
 
 def _likeliest_lost_key(p: Probe) -> int:
-    """Returns the index of the key without which rows would err most as they do: by w
-    (o_i - V_j), w = P / (1 - P)."""
+    """Returns the index of the key whose loss explains the rows' errors best, by least
+    squares: without key j a row errs by w (o_i - V_j), w = P / (1 - P)."""
     V, o = p.measured.v.double().mT, torch.where(p.usable, p.exact.out, 0.0)
     e = torch.where(p.usable, p.out, 0.0) - o
     P = (p.scores - p.exact.lse[..., None]).exp()
@@ -355,8 +363,9 @@ def _likeliest_lost_key(p: Probe) -> int:
 
 def _estimate_scale_factor(p: Probe, fit: Tensor) -> float | None:
     """Returns the factor of the scale that leaves the least residual in the rows `fit`
-    (bool [b, h, rows]), by Gauss-Newton steps from 1; where these find none, from the
-    best point of a grid. None where the scale is 0 or no row can be compared."""
+    (bool [b, h, rows]), by Gauss-Newton steps from 1; where these leave more than 1 /
+    NEAR of the residual, from the best point of a grid (2^-5 to 2^5). None where the
+    scale is 0 or no row can be compared."""
     where = p.usable & fit[..., None]
     if p.case.scale == 0 or not bool(where.any()):
         return None

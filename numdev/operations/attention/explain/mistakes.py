@@ -33,7 +33,8 @@ LOGARITHMS = {
 
 
 def variants(case: AttentionCase) -> Iterator[tuple[str, AttentionCase]]:
-    """Yields every mistake that is another case, as a cause in words, with that case."""
+    """Yields every mistake that is another case, and possible in this call: the cause in
+    words, and the changed case."""
     families = (
         *(
             scales,
@@ -58,9 +59,11 @@ def variants(case: AttentionCase) -> Iterator[tuple[str, AttentionCase]]:
 
 
 def instances(case: AttentionCase) -> dict[str, tuple[str, ...]]:
-    """Returns, for causes of this call that name a number of keys, the words of the
-    mechanism that holds in calls of other lengths: a tile of keys decides how many are
-    dropped, or padded. Other causes are not in it."""
+    """Returns, for causes of this call that name a number of keys, the mechanisms in
+    words that hold in calls of other lengths: a tile of keys decides how many are
+    dropped, or padded. `the last 3 keys are dropped` has `keys beyond the last full tile
+    of 64 are dropped`, once for each tile that fits. Causes without such a mechanism are
+    missing."""
     of: dict[str, tuple[str, ...]] = {}
     n = case.kv_len
     for tile in TILES:
@@ -75,7 +78,8 @@ def instances(case: AttentionCase) -> dict[str, tuple[str, ...]]:
 
 
 def dropped(lost: int) -> str:
-    """Returns the cause `the last 3 keys are dropped`, for `lost` keys."""
+    """Returns the cause `the last 3 keys are dropped`, or `the last key is dropped`, for
+    `lost` keys."""
     return "the last key is dropped" if lost == 1 else f"the last {lost} keys are dropped"
 
 
@@ -92,8 +96,8 @@ def filled(tile: int) -> str:
 
 
 def scales(case: AttentionCase) -> Changes:
-    """Yields mistakes of the scale, each with the changed field; a scale that equals the
-    requested one or an earlier one is left out."""
+    """Yields mistakes of the scale, each with the changed field `scale`; a scale that
+    equals the requested one or an earlier one is left out."""
     d, v_dim, asked = case.q.shape[-1], case.v.shape[-1], case.scale
     in_base_2, in_base_e = asked * math.log(2), asked / math.log(2)
     wrong = {
@@ -117,9 +121,9 @@ def scales(case: AttentionCase) -> Changes:
 
 
 def _causal_mistakes(case: AttentionCase) -> Changes:
-    """Yields mistakes of the causal mask and of the position it is counted from, each
-    with the changed fields. A call without a causal mask has the mistake of one that was
-    not requested, unless it has a single query."""
+    """Yields mistakes of the causal mask and of the position from which it and a window
+    are counted, each with the changed fields. For a call without a causal mask, and with
+    more than one query, the mistake is that one is applied."""
     # The offset with which the last query sees the last key
     right = case.kv_len - case.q_len
     if case.restricts_positions:
@@ -185,8 +189,8 @@ def _window_mistakes(case: AttentionCase) -> Changes:
 
 def _window_at_offset(case: AttentionCase, step: int) -> Window | None:
     """Returns the window as it must be for the same keys to stay visible when the causal
-    offset moves by -step; None where there is no window. A right limit that causality is
-    tighter than is dropped."""
+    offset moves by -step; None where there is no window. A right limit of at least 0 is
+    dropped, since causality hides more."""
     if case.window is None:
         return None
     left, right = case.window
@@ -199,9 +203,9 @@ def _window_at_offset(case: AttentionCase, step: int) -> Window | None:
 
 
 def _mask_mistakes(case: AttentionCase) -> Changes:
-    """Yields mistakes of the mask, each with the changed fields: ignored, inverted,
-    subtracted, scaled, transposed, of another head or batch entry; nothing without a
-    mask."""
+    """Yields mistakes of the mask, each with the changed fields: ignored (also with the
+    causal mask), inverted, subtracted, scaled, transposed, of another head or batch
+    entry; nothing without a mask."""
     mask = case.mask
     if mask is None:
         return
@@ -241,7 +245,8 @@ def _mask_mistakes(case: AttentionCase) -> Changes:
 
 def _kv_head_mistakes(case: AttentionCase) -> Changes:
     """Yields mistakes in which kv head a query head reads, with k and v gathered for
-    every query head; nothing with a single kv head."""
+    every query head. A mapping that equals the right one or an earlier one is left out;
+    nothing with a single kv head."""
     kv, group = case.kv_heads, case.group
     if kv == 1:
         return
@@ -265,8 +270,8 @@ def _kv_head_mistakes(case: AttentionCase) -> Changes:
 
 def _output_order_mistakes(case: AttentionCase) -> Changes:
     """Yields mistakes where outputs come out in the place of another query head, with q,
-    k, v, mask and sinks reordered. An order that is another one's, as with two heads,
-    comes once."""
+    k, v, mask and sinks reordered. An order that equals the right one or an earlier one
+    is left out."""
     every = list(range(case.heads))
     orders = {
         "the outputs of heads 2i and 2i + 1 are exchanged": [
@@ -313,8 +318,9 @@ def _batch_mistakes(case: AttentionCase) -> Changes:
 
 
 def _key_end_mistakes(case: AttentionCase) -> Changes:
-    """Yields mistakes at the ends of the keys, with k, v and mask changed: keys dropped,
-    or padding with zeros that counts. Not more keys are dropped than leave one."""
+    """Yields mistakes at the ends of the keys, with k, v and mask changed: the last keys
+    are dropped, by several counts, or the first one, or keys of zeros are padded that
+    count. At least one key stays."""
     n = case.kv_len
     tails = {1, 2, 4, 8, 16, 32, 64, 128, *(n % tile for tile in TILES)}
     for lost in sorted(tails):
@@ -331,15 +337,15 @@ def _key_end_mistakes(case: AttentionCase) -> Changes:
 
 
 def without(case: AttentionCase, key: int) -> CaseChanges:
-    """Returns the case's mask with one key hidden, as fields to change; as `hiding`
-    does."""
+    """Returns the case's mask with one key hidden from all queries, as the field `mask`
+    to change; an index that is no key hides nothing."""
     return hiding(case, torch.arange(case.kv_len, device=case.q.device)[None] != key)
 
 
 def hiding(case: AttentionCase, shown: Tensor) -> CaseChanges:
     """Returns the case's mask with everything hidden that is not `shown`, bool [q_len or
-    1, kv_len], as fields to change; the mask keeps its kind (an additive one hides by
-    -inf); none becomes a bool one."""
+    1, kv_len], as the field `mask` to change. The mask keeps its kind: an additive one
+    hides by -inf. A case without a mask gets a bool one."""
     mask = True if case.mask is None else case.mask
     added = isinstance(mask, Tensor) and mask.dtype != torch.bool
     return {"mask": torch.where(shown, mask, -math.inf if added else False)}
@@ -380,9 +386,9 @@ def _tensor_order_mistakes(case: AttentionCase) -> Changes:
 
 
 def _head_dim_mistakes(case: AttentionCase) -> Changes:
-    """Yields (cause, fields of the case to replace) for a kernel that reads only the
-    first 16, 32, 64 or 128 features of q and k, where head_dim is larger and at most
-    twice that: q and k shortened. The scale stays."""
+    """Yields the mistake that only the first 16, 32, 64 or 128 features of q and k are
+    read, with q and k shortened. It is possible where head_dim is larger than that and at
+    most twice as large. The scale stays."""
     d = case.q.shape[-1]
     for used in (16, 32, 64, 128):
         if used < d <= 2 * used:
@@ -430,7 +436,8 @@ SINK_TILES = (16, 32, 64, 128)
 
 def _sink_mistakes(case: AttentionCase) -> Changes:
     """Yields mistakes of the attention sinks in words, each with the changed `sinks`;
-    nothing without sinks."""
+    nothing without sinks. That all heads get one head's sink is tried for the first
+    MOST_SINKS heads."""
     if case.sinks is None:
         return
     yield "the attention sinks are ignored", {"sinks": None}

@@ -42,7 +42,7 @@ def looked_at(case: AttentionCase, tensor: str) -> tuple[range, range, range]:
     """Returns the ranges of sequences, queries and keys of a call in which sums in 16
     bits are looked for: of dq the last ROWS queries with all keys, of dk and dv the first
     ROWS keys with all queries. The range of sequences may be longer than the call's
-    batch."""
+    batch. `tensor`: dq, dk or dv."""
     batch = range(max(1, MOST_ROWS // (ROWS * case.group)))
     if tensor == "dq":
         return batch, range(max(0, case.q_len - ROWS), case.q_len), range(case.kv_len)
@@ -51,7 +51,8 @@ def looked_at(case: AttentionCase, tensor: str) -> tuple[range, range, range]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sums:
-    """A gradient summed in fp32, and as each running sum in 16 bits has it."""
+    """A gradient summed in fp32, and how far it is off where the running sum is rounded
+    to 16 bits, for each tile size and order of tiles."""
 
     s: Tensor  # [B, heads, rows, features]
     d: Tensor  # [tilings, B, heads, rows, features]: how far each is off before the cast
@@ -89,10 +90,10 @@ class Sums:
         return cls(s=s, d=d)
 
     def narrow(self, x: Tensor, expected: Tensor) -> list[float]:
-        """Returns for each head a lower bound of the share of the error of a running sum
-        in 16 bits that a gradient x [B, heads, rows, features] has, beyond what its
-        rounding model `expected` has: the largest over tilings, and 0 where none rounds
-        anything."""
+        """Returns for each head at least how much of the error of a running sum in 16
+        bits a gradient x [B, heads, rows, features] has, as a share from 0 to MOST_SHARE.
+        What its rounding model `expected`, of the same shape, has of it is subtracted;
+        the largest over tilings is returned, and 0 where none rounds anything."""
         share = self.shares(x)[1].nan_to_num(0.0)
         if bool((share > 0).any()):  # of few: most kernels have none of it
             share = share - self.shares(expected)[0].nan_to_num(0.0).clamp_min(0.0)
@@ -100,10 +101,10 @@ class Sums:
         return largest
 
     def shares(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the share of `d` that is seen in x, [tilings, heads], and what it is at
-        least: CERTAIN standard deviations less, and at most 0 for a share above
-        MOST_SHARE. NaN where d is 0 throughout; elements that are not finite count for
-        nothing."""
+        """Returns two tensors [tilings, heads]: the share of `d` that is seen in x, and a
+        lower bound of it. The bound is CERTAIN standard deviations less, and at most 0
+        for a share above MOST_SHARE. NaN where d is 0 throughout; elements that are not
+        finite count for nothing."""
         n = x.float() - self.s
         usable = n.isfinite() & self.is_finite
         n, d = torch.where(usable, n, 0.0), torch.where(usable, self.d, 0.0)
@@ -134,9 +135,9 @@ def _tile_products(weights: Tensor, values: Tensor) -> Tensor:
 
 
 def _ordered_tilings(products: Tensor) -> Iterator[Tensor]:
-    """Yields the terms of tiles of each size of which there are several, [tiles, 2, ...],
-    summed within a tile; the axis of 2 is the order: the first tile first, and the last
-    one first."""
+    """Yields for each tile size of TILES that makes several tiles the terms summed within
+    a tile, [tiles, 2, ...]. The axis of 2 is the order of the tiles: the first tile
+    first, and the last one first."""
     for size in TILES:
         parts = products.split(size // TILES[0])
         if len(parts) > 1:
@@ -145,9 +146,9 @@ def _ordered_tilings(products: Tensor) -> Iterator[Tensor]:
 
 
 def _round_running_sum(case: AttentionCase, tiles: Tensor) -> Tensor:
-    """Returns the running sum of tiles [tiles, ...], rounded to the case's format before
-    each is added, unless all that is still to come is less than a last digit: then it is
-    rounded as the cast rounds."""
+    """Returns the running sum of tiles [tiles, ...], which is rounded to the case's
+    format before each tile is added. A sum is not rounded where all that is still to come
+    is less than one unit in its last place: then it is rounded as the cast rounds."""
     fmt = case.format
     ulp, least = 2 * fmt.unit_roundoff, 2.0 ** (fmt.emin - fmt.precision + 1)
     total, to_come = tiles[0], tiles[1:].sum(dim=0)

@@ -16,8 +16,8 @@ SMALL = 0.005  # a site's share of the squared error that is not worth naming
 
 def explanations(rows: Sequence[AttributionRow]) -> tuple[Explanation, ...]:
     """Returns one explanation for each kernel, options, format and tensor, in the order
-    of the rows, from all its calls. That of `sdpa-default` is left out where another
-    kernel has the same."""
+    of the rows, from all its calls. That of `sdpa-default` is left out where a kernel
+    before it has the same, to the last number."""
     groups = grouped(rows, lambda r: (r.kernel, str(r.options), r.format, r.tensor))
     unique: list[Explanation] = []
     for each in map(_explain_tensor, groups.values()):
@@ -31,9 +31,10 @@ def explanations(rows: Sequence[AttributionRow]) -> tuple[Explanation, ...]:
 
 def _explain_tensor(rows: Sequence[AttributionRow]) -> Explanation:
     """Returns the explanation of one tensor of a kernel in one format, from the rows of
-    all its calls (at least one): known where at least half of those that were compared
-    are explained, else the nearest. Where none was compared it has only the first
-    reason."""
+    all its calls (at least one). It is identified where at least half of the rows that
+    were compared are explained. Else it has the rounding model that most of the other
+    rows come nearest to. Where no row was compared it has only the first reason. Numbers
+    are medians over the rows that share the model."""
     first, compared = rows[0], [row for row in rows if row.residual is not None]
     explained = [row for row in compared if row.explained_by]
     is_known = bool(explained) and 2 * len(explained) >= len(compared)
@@ -67,13 +68,14 @@ def _explain_tensor(rows: Sequence[AttributionRow]) -> Explanation:
 
 
 def _median_of_field(rows: Sequence[AttributionRow], field: str) -> float:
-    """Returns the median of a field over rows, None counting as 0; 0 without rows."""
+    """Returns the median of a field over rows, in which None counts as 0; 0 without
+    rows."""
     return median([float(getattr(row, field) or 0.0) for row in rows] or [0.0])
 
 
 def _median_sites(rows: Sequence[AttributionRow]) -> list[SiteShare]:
-    """Returns the medians over the calls of each site's share and residual, the largest
-    share first; shares below SMALL are left out."""
+    """Returns for each site the medians of its share and residual over the rows that have
+    it, the largest share first. A site whose share is below SMALL is left out."""
     shares = []
     for of_calls in grouped(
         (s for row in rows for s in row.sites), lambda s: s.site
@@ -84,8 +86,9 @@ def _median_sites(rows: Sequence[AttributionRow]) -> list[SiteShare]:
 
 
 def _nearest_in_words(row: AttributionRow) -> str:
-    """Returns the nearest preset in words, with the options of its recipe that bear on
-    the row's tensor: `` `fa2` with 64 keys a tile``."""
+    """Returns the nearest preset in words, with those options of its recipe that differ
+    from the preset's and bear on the row's tensor: `` `fa2` with 64 keys a tile``, or ``
+    `fa2` `` alone."""
     recipe, tensor = row.recipe, row.tensor
     details: list[str] = []
     if tensor != "out" and recipe.get(tensor) == "working":

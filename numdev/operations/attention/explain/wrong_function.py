@@ -63,7 +63,9 @@ class Suspicion:
 
     @property
     def fields(self) -> dict[str, object]:
-        """Returns the fields of a report's row that describe the suspicion."""
+        """Returns the fields of a report's row that describe the suspicion, by name:
+        `suspicion`, `suspicion_cut`, `suspicion_share`, `suspicion_format`,
+        `suspicion_of`."""
         return {
             "suspicion": self.cause,
             "suspicion_cut": self.cut,
@@ -74,8 +76,9 @@ class Suspicion:
 
 
 def far_off(metrics: Metrics) -> bool:
-    """Whether one head's error is beyond what rounding explains, so that a search is
-    worth it; False without a floor_ratio."""
+    """Whether a search for a mistake is worth it: the `floor_ratio` is at least FLOORS,
+    and the `baseline_ratio`, if there is one, at least BASELINES. False without a
+    `floor_ratio`."""
     floors, baselines = metrics.get("floor_ratio"), metrics.get("baseline_ratio")
     return (
         floors is not None
@@ -94,15 +97,16 @@ def suspect(
     first: Tensor | None = None,
     hints: Sequence[Alternative] | None = None,
 ) -> dict[int, Suspicion]:
-    """Returns what heads compute instead, by query head, for those heads of `far` of
-    which that can be said.
+    """Returns what heads compute instead, by query head, for those heads of `far` that a
+    named mistake explains; empty where none explains any.
 
-    `case` and `out` [B, H, q_len, v_dim] are whole, `exact` is the reference of `heads`,
-    in the query rows `rows` (indices) if not in all, `far` a selection of `heads`.
-    `first`: what the kernel returned of the same inputs in a coarser format, whose
-    residual has to shrink too. `hints`: mistakes of other calls, and all that is tried
-    here; None: everything. A cause is sought for all heads together (right ones speak
-    against wrong causes), then for the worst, then for its worst batch entry alone."""
+    `case` and `out` [B, H, q_len, v_dim] are whole. `exact` is the reference of the query
+    heads `heads`, in the query rows `rows` (indices; None: in all). `far` is a selection
+    of `heads`. `first`: what the kernel returned of the same inputs in a coarser format,
+    whose residual has to shrink too. `hints`: mistakes of other calls, which alone are
+    tried; None: all mistakes are tried. A cause is sought for all heads together (right
+    ones speak against wrong causes), then for the worst, then for its worst batch entry
+    alone."""
     case = dataclasses.replace(case, grad_out=None)
     whole = exact.out if len(heads) == case.heads and rows is None else None
     errors = _row_error_norms(out[:, list(heads)], exact, rows)
@@ -157,8 +161,9 @@ def _suspect_head(
     rows: Tensor | None,
     entry: int | None,
 ) -> Suspicion | None:
-    """Returns what one head that is far off is said to compute, where the best
-    alternative of `explaining` is CUT times nearer there too; else None. `errors` [B,
+    """Returns what one head that is far off computes instead: the best alternative of
+    `explaining` (at least one). None where this is not CUT times nearer than attention in
+    this head, or where it does not make the error in `first` smaller. `errors` [B,
     len(heads), q_len]: sizes of rows' errors; `first`: the output in a coarser format, or
     None; `entry`: the batch entry looked at alone, or None; other arguments as of
     `suspect`."""
@@ -196,8 +201,9 @@ def _suspect_head(
 
 
 def _describe_rows(wrong: Tensor) -> list[str]:
-    """Returns in words which query rows the mask `wrong`, bool [q_len], has, and what
-    that is an instance of in calls of other lengths; at least one row."""
+    """Returns phrases for the query rows that the mask `wrong`, bool [q_len], has (at
+    least one): `in rows 64 to 99`, then phrases that hold in calls of other lengths, as
+    `in all rows from 64 on`."""
     phrases = (in_words(wrong.nonzero()[:, 0]), *instances(wrong[None], None))
     return [f"in {words}" for words in dict.fromkeys(phrases)]
 
@@ -207,8 +213,9 @@ def _explaining_alternatives(
 ) -> list[tuple[Alternative, float]]:
     """Returns the alternatives that explain the probe, at most three, the best first,
     each with how many times smaller it makes the residual; empty where none reaches CUT.
-    `hints`: alternatives of other calls, which alone are tried; None: all, and estimated
-    factors."""
+    Estimated factors are tried where no other alternative, or no single one, explains
+    nearly everything. `hints`: alternatives of other calls, which alone are tried; None:
+    all."""
     tried: Iterable[Alternative] = alternatives(probe)
     if hints is not None:
         general = {hint.cause: hint for hint in hints if hint.general}
@@ -234,8 +241,9 @@ def _explaining_alternatives(
 def _merge_scales(
     alike: Sequence[tuple[Alternative, float]], case: AttentionCase
 ) -> list[tuple[Alternative, float]]:
-    """Returns `alike` unchanged; but several wrong scales that explain the output equally
-    well become one entry that says so, since the factor is unknown then."""
+    """Returns `alike` unchanged, unless it has several alternatives that are all wrong
+    scales. These become one entry that names all of them, since the factor is unknown
+    then."""
     factors = {cause: changes["scale"] for cause, changes in scales(case)}
     wrong = [x.cause for x, _ in alike if x.cause in factors]
     if len(wrong) < 2 or len(wrong) < len(alike):
@@ -248,8 +256,8 @@ def _merge_scales(
 
 def _row_error_norms(out: Tensor, exact: Reference, rows: Tensor | None) -> Tensor:
     """Returns ||o - r|| of every row, [B, H, q_len], over finite elements; 0 in rows that
-    see no key. `rows`: indices of the rows that `exact` has, None: all; other rows get
-    0."""
+    see no key. `rows`: indices of the query rows that `exact` has; other rows get 0.
+    None: `exact` has all."""
     if rows is not None:
         sampled = _row_error_norms(out[:, :, rows], exact, None)
         return sampled.new_zeros(out.shape[:3]).index_copy_(2, rows, sampled)

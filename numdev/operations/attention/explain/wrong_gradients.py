@@ -40,13 +40,14 @@ def suspect_gradients(
     judged: Output | None = None,
     hints: Collection[str] | None = None,
 ) -> dict[str, Suspicion]:
-    """Returns what seems to be computed instead, by name, for those gradients of a
-    training step of a small case, and the log-sum-exp, that are far off; nothing for
-    those where that cannot be said. `step`: with dq it must have dk and dv, and the case
-    a grad_out. `part`: a phrase on which part of a call this is, appended to causes.
-    `judged`: what the kernel returned of the same inputs in the format that is judged,
-    whose errors have to shrink too. `hints`: causes of other calls, which alone are
-    tried; None: all."""
+    """Returns what a kernel seems to compute instead, by the name of the tensor: dq, dk,
+    dv or lse. A tensor that is not far off is left out, and so is one that no named
+    mistake explains. `case`: a small one, of which fp64 references are computed. `step`:
+    what the kernel returned; a tensor that is None is not looked at; with dq it must have
+    dk and dv, and the case a grad_out. `part`: a phrase on which part of a call this is,
+    appended to causes. `judged`: what the kernel returned of the same inputs in the
+    format that is judged; its errors have to shrink too, where it has the tensors.
+    `hints`: causes of other calls, which alone are tried; None: all."""
     suspicions: dict[str, Suspicion] = {}
     for names in (("lse",), GRADIENTS):
         if getattr(step, names[0]) is not None:
@@ -56,7 +57,8 @@ def suspect_gradients(
 
 @dataclass(frozen=True, eq=False)
 class _Errors:
-    """The tensors of a step by name, as returned and exact, both fp64."""
+    """The tensors of a training step by name, as a kernel returned them and exact, both
+    fp64; `unit_roundoff`: of the format in which they were returned."""
 
     exact: Step
     returned: Step
@@ -64,10 +66,10 @@ class _Errors:
 
     @classmethod
     def of(cls, step: Output, exact: Step, empty: Tensor | None = None) -> _Errors:
-        """Returns the tensors of a step that are in `exact`, all of which it must have;
-        in the returned ones NaN and -inf count as 0, and +inf as the largest number.
-        `empty`: bool [B, H, q_len], the rows whose log-sum-exp does not count, since they
-        see no key."""
+        """Returns the errors of those tensors of a step that are in `exact`; the step
+        must have all of these. In the returned tensors NaN and -inf count as 0, and +inf
+        as the largest number. `empty`: bool [B, H, q_len], the rows that see no key,
+        which count as 0; only for the log-sum-exp."""
         returned = {n: getattr(step, n).double().nan_to_num(neginf=0.0) for n in exact}
         if empty is not None:
             returned = {n: x.masked_fill(empty, 0.0) for n, x in returned.items()}
@@ -78,9 +80,10 @@ class _Errors:
         return float((self.returned[name] - self.exact[name]).norm())
 
     def cut(self, tried: Step, names: Collection[str]) -> float:
-        """Returns how many times smaller the errors of these tensors are against `tried`
-        than against the exact results: the least such ratio. An error counts as a
-        rounding floor at least; `names` must not be empty."""
+        """Returns how many times smaller the errors of the tensors `names` are against
+        `tried` than against the exact results: the smallest ratio of norms over these
+        tensors. An error against `tried` counts as a rounding floor at least. `names`
+        must not be empty."""
         floors = {
             n: self.unit_roundoff / math.sqrt(12) * float(self.exact[n].norm())
             + math.ulp(0.0)
@@ -93,7 +96,8 @@ class _Errors:
 
     def share(self, tried: Step, name: str) -> float:
         """Returns the share of a tensor's rms error that is gone when it is measured
-        against `tried`; 0 where there is no error, or none that is finite."""
+        against `tried`, negative where the error grows; 0 where there is no error, or an
+        infinite one."""
         before, after = self.size(name), float((self.returned[name] - tried[name]).norm())
         return 1 - after / before if before and math.isfinite(before) else 0.0
 
@@ -106,8 +110,11 @@ def _suspect_tensors(
     judged: Output | None,
     hints: Collection[str] | None,
 ) -> dict[str, Suspicion]:
-    """Returns what is computed instead of each of `tensors` that is far off; empty where
-    none is, an error is not finite, or no named mistake explains them. Arguments as of
+    """Returns what is computed instead of each of `tensors` that is far off, by name: for
+    gradients a factor of each, where factors explain all that are far off; else a mistake
+    that explains all; else the factors that explain some. Empty where no tensor is far
+    off, where the error of one that is far off is not finite, and where nothing explains
+    them. `tensors`: `lse` alone, or all gradients; other arguments as of
     `suspect_gradients`."""
     exact = _exact_step(case, tensors)
     empty = empty_rows(case) if "lse" in tensors else None
@@ -151,8 +158,9 @@ def _best_causes(
     errors: _Errors, steps: Mapping[str, Step], far: Collection[str]
 ) -> tuple[list[str], float]:
     """Returns the at most three causes that explain all tensors of `far`, the best first,
-    and how many times smaller the best makes the error; no cause where none reaches CUT.
-    `steps`: the tensors that would come out, by cause."""
+    and how many times smaller the best makes the error (0 where `steps` is empty). No
+    cause is returned where none reaches CUT, and none that explains ALIKE times less than
+    the best. `steps`: the tensors that would come out, by cause."""
     cuts = sorted(
         ((errors.cut(x, far), cause) for cause, x in steps.items()), reverse=True
     )
@@ -172,9 +180,10 @@ def _make_suspicion(
     words: str = "{}",
 ) -> Suspicion | None:
     """Returns the suspicion of the tensor `name`, its causes put into the template
-    `words`. None where the causes were found in a wider format, `wide`, and explain too
-    little of the errors in the judged one, `coarse`. `kinds`: by cause, what it is an
-    instance of in calls of other lengths; `tried`: the tensors of the first cause."""
+    `words`. None where the causes were found in a wider format, named `wide`, and explain
+    less than LEAST_SHARE of the errors in the judged format, `coarse`. `kinds`: by cause,
+    what it is an instance of in calls of other lengths; `tried`: the tensors of the first
+    cause."""
     share = coarse.share(tried, name)
     if wide is not None and share < LEAST_SHARE:
         return None
@@ -196,8 +205,11 @@ def _make_suspicion(
 
 
 def _describe_factor(factor: float, scale: float) -> str:
-    """Returns in words what a gradient is that is `factor` times the exact one: the
-    mistake that makes this factor, else the number."""
+    """Returns a predicate of a gradient that is `factor` times the exact one, for a call
+    of this scale: `is 0`, `is ln 2 times what it should be`, `is log2(e) times what it
+    should be`, `lacks the scale` or `has the scale twice` where the factor is within SAME
+    of that, else `is 1.37 times what it should be`. `scale`: not 0, or it raises
+    ZeroDivisionError."""
     factors = {
         "is 0": 0.0,
         "is ln 2 times what it should be": math.log(2),
@@ -212,8 +224,9 @@ def _describe_factor(factor: float, scale: float) -> str:
 
 
 def _exact_step(case: AttentionCase, tensors: Collection[str] = GRADIENTS) -> Step:
-    """Returns the exact log-sum-exp of a case, 0 in rows that see no key, where `tensors`
-    has `lse`; else its exact gradients dq, dk and dv."""
+    """Returns fp64 tensors by name: the exact log-sum-exp of a case, 0 in rows that see
+    no key, as `lse` alone, where `tensors` has `lse`; else its exact gradients dq, dk and
+    dv. Raises UsageError for gradients of a case without grad_out."""
     if "lse" in tensors:
         forward = attend(case)
         return {"lse": forward.lse.masked_fill(forward.empty, 0.0)}
@@ -224,9 +237,9 @@ def _exact_step(case: AttentionCase, tensors: Collection[str] = GRADIENTS) -> St
 def _possible_mistakes(
     case: AttentionCase, exact: Step, returned: Step
 ) -> Iterator[tuple[str, Callable[[], Step]]]:
-    """Yields the causes that are tried, each with a function that computes what would
-    come out: mistakes of the forward pass, then those of the log-sum-exp or of backward
-    alone. `exact`, `returned`: the tensors in question."""
+    """Yields the causes that are tried, each with a function that computes by name what
+    would come out: mistakes of the forward pass, then those of the log-sum-exp or of
+    backward alone. `exact`, `returned`: `lse` alone, or dq, dk and dv."""
     with torch.enable_grad():
         leaves = q, k, v = tuple(
             x.double().requires_grad_() for x in (case.q, case.k, case.v)
@@ -234,8 +247,8 @@ def _possible_mistakes(
         tried = [*variants(dataclasses.replace(case, q=q, k=k, v=v))]
 
     def of_variant(one: AttentionCase) -> Step:
-        """Returns the exact tensors of a changed case, as a kernel would that computes
-        it: gradients with respect to the call's own q, k and v."""
+        """Returns the exact tensors of a changed case, as a kernel would return them that
+        computes this case. Gradients are with respect to the call's own q, k and v."""
         step = _exact_step(one.detached(), exact)
         if "lse" not in exact:  # back from the variant's q, k and v to the call's
             ends, upstream = (one.q, one.k, one.v), [*step.values()]
@@ -256,9 +269,10 @@ def _possible_mistakes(
 def _lse_mistakes(
     case: AttentionCase, exact: Step, returned: Step
 ) -> Iterator[tuple[str, Callable[[], Step]]]:
-    """Yields causes of a wrong log-sum-exp alone, each with a function that returns it, 0
-    in rows that see no key; one of them adds the mean error as a constant. A row whose
-    exact value is 0 counts as one that sees no key."""
+    """Yields causes of a wrong log-sum-exp alone, each with a function that returns the
+    log-sum-exp by name, as `{"lse": ...}`, 0 in rows that see no key. One cause adds the
+    mean error as a constant. A row whose exact value is 0 counts as one that sees no
+    key."""
     lse, tops = exact["lse"], all_scores(case).amax(dim=-1).nan_to_num(neginf=0.0)
     seen = lse != 0
     constant = float((returned["lse"] - lse)[seen].mean()) if bool(seen.any()) else 0.0
@@ -280,8 +294,9 @@ SPLITS = (2, 4, 8)
 
 
 def merged_in_base_2(case: AttentionCase) -> dict[str, Tensor]:
-    """Returns by cause, in words, the log-sum-exp of the call's parts of the keys, each
-    to base e, merged as if to base 2, [B, H, q_len]; empty for a single key."""
+    """Returns by cause, in words, the log-sum-exp [B, H, q_len] of 2, 4 and 8 parts of
+    the keys, each to base e, merged as if to base 2. A count that leaves one part is left
+    out: the mapping is empty for a single key."""
     S, merged_by_cause = all_scores(case), {}
     for count in SPLITS:
         width = -(-case.kv_len // count)
@@ -298,7 +313,9 @@ def _backward_mistakes(
     case: AttentionCase, exact: Step, returned: Step
 ) -> Iterator[tuple[str, Callable[[], Step]]]:
     """Yields causes that are backward's alone, each with a function that computes dq, dk
-    and dv; only those that the case's shapes, group and soft cap allow."""
+    and dv by name: swapped gradients (where dq and dk have one shape), a group's first
+    head alone (where it has several), a wrong delta (without a soft cap), no slope of the
+    soft cap (with one), P before its division, another scale."""
     if exact["dq"].shape == exact["dk"].shape:
         yield (
             "dq and dk are swapped",
@@ -330,8 +347,9 @@ def _backward_mistakes(
 
 
 def _with_wrong_delta(case: AttentionCase, exact: Step, deficit: Tensor) -> Step:
-    """Returns the gradients where delta is less than it should be by `deficit` [B, H,
-    q_len, 1] over the scale. For calls without a soft cap."""
+    """Returns dq, dk and dv where delta, the row sum of dO·O, is too small by `deficit` /
+    scale; `deficit`: [B, H, q_len, 1]. dv is the exact one. For calls without a soft
+    cap."""
     keys = dataclasses.replace(case, v=case.k, grad_out=deficit * case.q)
     dq = exact["dq"] + deficit * attend(keys).out
     dk = exact["dk"] + gradients(keys).dv
@@ -339,8 +357,9 @@ def _with_wrong_delta(case: AttentionCase, exact: Step, deficit: Tensor) -> Step
 
 
 def _fit_scale(case: AttentionCase, exact: Step, returned: Step) -> tuple[str, Step]:
-    """Returns the cause and the gradients of the scale that fits the returned ones best,
-    by Gauss-Newton steps from the right one."""
+    """Returns the cause, `the scale is 1.37 times the requested one`, and the gradients
+    of the scale that fits the returned ones best, by Gauss-Newton steps from the
+    requested scale."""
     unit = {n: max(float(x.norm()), math.ulp(0.0)) for n, x in exact.items()}
 
     def step(t: float) -> Step:
