@@ -146,9 +146,8 @@ def beyond(rows: Sequence[DeviationRow], *, narrow: bool = True) -> tuple[str, .
         if narrow:
             sizes += [excess("narrow_sum", r.narrow_sum, r, n=1) for r in predicted]
         if tensor == "out":
-            certain = (r for r in heads if r.bias_p is not None)
-            biased = [r for r in certain if (r.bias_p or 0.0) <= BIAS_ALPHA]
-            sizes += [excess("bias_size", r.bias_size) for r in biased]
+            sure = (r for r in heads if r.bias_p is not None and r.bias_p <= BIAS_ALPHA)
+            sizes += [excess("bias_size", r.bias_size) for r in sure]
         if max(sizes) > 1:
             tensors.append(tensor)
     return tuple(tensors)
