@@ -48,8 +48,7 @@ def summarise(
 ) -> AuditSummary:
     """Returns the summary of an audit's rows, whether ok, skipped or failed; planted
     faults are left out. The answer, sentences as `bfloat16: ...`, says nothing of a
-    kernel that a finding is on. `explanations` and `worst` are taken over as they are.
-    `words`: of the operation."""
+    kernel that a finding is on. `words`: of the operation."""
     groups = grouped(
         (row for row in rows if row.role != "control"),
         lambda r: (r.role, r.kernel, str(sorted(r.options.items())), r.format),
