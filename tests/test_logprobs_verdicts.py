@@ -209,7 +209,8 @@ def errors_of(
         0, records[0], np.array(values), np.ones(n, dtype=bool), np.full(n, -1.0),
         predicted=np.array(predicted),
     )  # fmt: skip
-    return SideErrors(name, [seen], [np.array(left)], True, {HALF: {0: np.array(fixed)}})
+    predicted_with = {HALF: {0: np.array(fixed)}}
+    return SideErrors(name, [seen], [0], [np.array(left)], True, predicted_with)
 
 
 def test_the_ratio_of_both_by_hand() -> None:

@@ -160,9 +160,10 @@ def changed(
 
 def joined(a: Side, b: Side) -> Joined:
     """Pairs in order, of sequences with the same tokens."""
-    every = (slice(0, len(x)) for x in a.sequences)
+    every = [slice(0, len(x)) for x in a.sequences]
+    both = zip(a.sequences, b.sequences, every, strict=True)
     pairs = [
-        SequencePair(x, y, at, at, "uid")
-        for x, y, at in zip(a.sequences, b.sequences, every, strict=True)
+        SequencePair(x, y, at, at, "uid", (number, number))
+        for number, (x, y, at) in enumerate(both)
     ]
     return Joined(a=a, b=b, pairs=tuple(pairs), alone_in_a=(), alone_in_b=())

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 
 import numpy as np
@@ -21,25 +21,28 @@ from numdev.studies.logprobs.causes import (
     decide,
     undone,
 )
+from numdev.studies.logprobs.lazy_sequences import Mapped, Storing
 from numdev.studies.logprobs.report import CauseRow
 
 # Sequences held to their temperature over another number
-AtTemperature = Callable[[Sequence[Observed], float], list[Observed]]
+AtTemperature = Callable[[Sequence[Observed], float], Sequence[Observed]]
 MOST_CAUSES = 4  # undone one after the other
 MOST_TRIED = 3  # undone on trial, to see what they hide
 
 
 class CauseSearch:
     """Looks for causes on one side, and undoes those that are named, the one that takes
-    away most first."""
+    away most first. `stored`: where its sequences are, and their errors: with `in_file`
+    one is in memory at a time."""
 
     def __init__(
-        self, side: str, sequences: list[Observed],
-        at_temperature: AtTemperature | None = None,
+        self, side: str, sequences: Iterable[Observed],
+        at_temperature: AtTemperature | None = None, stored: Storing = list,
     ) -> None:  # fmt: skip
-        self.side, self.sequences = side, sequences
+        self.side, self.stored = side, stored
+        self.sequences: Sequence[Observed] = stored(sequences)
         self.at_temperature = at_temperature
-        self.errors = [seen.errors for seen in sequences]
+        self.errors: Sequence[np.ndarray] = stored(seen.errors for seen in self.sequences)
         self.scale = 1.0  # by which causes undone so far multiply the format's errors
         self.rows: list[CauseRow] = []
         self.stage = 0
@@ -84,7 +87,9 @@ class CauseSearch:
             self.rows += rows
             self._undo(kind, effects)
             kinds.remove(kind)
-        self.rows += [row for _, rows, _ in self._tried(kinds) for row in rows]
+        else:
+            tried = self._tried(kinds)
+        self.rows += [row for _, rows, _ in tried for row in rows]
 
     def copied(self) -> CauseSearch:
         """Returns a search that goes on from this one, and leaves it as it is."""
@@ -121,13 +126,13 @@ class CauseSearch:
         if all(seen.record.top_logprobs is None for seen in self.sequences):
             return None
         other = self.copied()
-        other.sequences = [
+        other.sequences = self.stored(
             dataclasses.replace(
                 seen,
                 record=dataclasses.replace(seen.record, top_ids=None, top_logprobs=None),
             )
             for seen in self.sequences
-        ]
+        )
         return other
 
     def _undone_with(
@@ -182,19 +187,18 @@ class CauseSearch:
         last = before.copied()
         last.scale = self.scale / effects.scale
         pairs = zip(before.sequences, self.sequences, effects.effects, strict=True)
-        last.sequences = [
+        last.sequences = self.stored(
             dataclasses.replace(
                 seen,
                 values=now.values + (0.0 if self._is_held_to(kind) else effect),
                 predicted=seen.predicted if effects.predicted else now.predicted,
             )
             for seen, now, effect in pairs
-        ]
-        errors = [seen.errors for seen in last.sequences]
-        last.errors = [
-            np.where(np.isnan(now), np.nan, d)
-            for d, now in zip(errors, self.errors, strict=True)
-        ]
+        )
+        last.errors = self.stored(
+            np.where(np.isnan(now), np.nan, seen.errors)
+            for seen, now in zip(last.sequences, self.errors, strict=True)
+        )
         return last
 
     def _is_held_to(self, kind: CauseKind) -> bool:
@@ -216,31 +220,30 @@ class CauseSearch:
         if self._is_held_to(kind):
             assert self.at_temperature is not None
             self.sequences = self.at_temperature(self.sequences, effects.scale)
-            lost = [np.isnan(d) for d in self.errors]
-            errors = [seen.values - seen.reference for seen in self.sequences]
-            self.errors = [
-                np.where(gone, np.nan, d) for gone, d in zip(lost, errors, strict=True)
-            ]
+            self.errors = self.stored(
+                np.where(np.isnan(d), np.nan, seen.values - seen.reference)
+                for seen, d in zip(self.sequences, self.errors, strict=True)
+            )
             return
-        self.errors = undone(self.errors, effects)
+        self.errors = self.stored(undone(self.errors, effects))
         predicted: Sequence[np.ndarray | None] = effects.predicted
-        predicted = predicted or [seen.predicted for seen in self.sequences]
+        predicted = predicted or Mapped(lambda seen: seen.predicted, self.sequences)
         parts = zip(self.sequences, effects.effects, predicted, strict=True)
         with np.errstate(invalid="ignore"):  # minus infinity less itself
-            self.sequences = [
+            self.sequences = self.stored(
                 dataclasses.replace(seen, values=seen.values - effect, predicted=noise)
                 for seen, effect, noise in parts
-            ]
+            )
 
     def _tried(
         self, kinds: Sequence[CauseKind]
     ) -> list[tuple[CauseKind, list[CauseRow], Effects]]:
         """Returns (kind, its rows, its effects) for every kind that can be tried, in
         order. Nothing is undone."""
-        results = []
+        results, noise = [], self.noise
         for kind in kinds:
             tried = cause_rows(
-                self.side, kind, self.sequences, self.errors, self.noise, self.stage
+                self.side, kind, self.sequences, self.errors, noise, self.stage
             )
             if tried is not None:
                 results.append((kind, *tried))

@@ -13,11 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from numdev.report.number_text import percent
+from numdev.studies.logprobs.lazy_sequences import Mapped
 from numdev.studies.logprobs.pair_causes import (
     Alternatives,
     constants,
@@ -25,7 +27,7 @@ from numdev.studies.logprobs.pair_causes import (
     slope_sums,
 )
 from numdev.studies.logprobs.report import CauseRow, SequenceEstimate
-from numdev.studies.logprobs.statistics import jackknife
+from numdev.studies.logprobs.statistics import jackknife, median
 
 if TYPE_CHECKING:
     from numdev.studies.logprobs.records import RecordedSequence
@@ -97,7 +99,8 @@ class Effects(NamedTuple):
     """A cause of one dose on every sequence."""
 
     dose: str
-    effects: Sequence[np.ndarray]  # float64 [n] each; NaN where undoing leaves no value
+    # float64 [n] each, computed when asked for; NaN where undoing leaves no value
+    effects: Sequence[np.ndarray]
     scale: float = 1.0  # by which the cause multiplies the errors of the format
     counts: Sequence[int] = ()  # tokens with the cause's own sign; by sequence
     fitted: bool = False  # the dose was chosen by the errors themselves
@@ -133,26 +136,40 @@ def shifted(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
     or after, in the sequences that are far off and where a line through these fits
     ALIGNED times better, and well; 0 in all others. A line, since another base or
     temperature may come on top."""
-    effects, counts, names = [], [], set[str]()
+    steps, counts, names = [], [], set[str]()
     for seen, d in zip(sequences, errors, strict=True):
-        best, count = np.zeros_like(d), 0
-        for step, name in ((1, "one token early"), (-1, "one token late")):
-            values = np.full(len(d), np.nan)
-            inner = slice(1, -1)
-            values[inner] = np.roll(seen.values, step)[inner]
-            both = np.isfinite(values - seen.reference) & np.isfinite(d)
+        step, count = 0, 0
+        for tried, name in ((1, "one token early"), (-1, "one token late")):
+            values, both = _moved(seen, d, tried)
             as_it_is, moved = (
                 _scatter(x[both], seen.reference[both]) for x in (seen.values, values)
             )
             fits = moved <= WELL <= as_it_is and as_it_is >= ALIGNED * moved
             is_off = _squares(d[both]) > both.sum() * FORCED**2
-            if not fits or not is_off or both.sum() < FEWEST_TOKENS / 2:
-                continue
-            best, count = np.where(both, seen.values - values, np.nan), int(both.sum())
-            names.add(name)
-        effects.append(best)
+            if fits and is_off and both.sum() >= FEWEST_TOKENS / 2:
+                step, count = tried, int(both.sum())
+                names.add(name)
+        steps.append(step)
         counts.append(count)
+
+    def effect(seen: Observed, d: np.ndarray, step: int) -> np.ndarray:
+        """Returns the effect on a sequence."""
+        if not step:
+            return np.zeros_like(d)
+        values, both = _moved(seen, d, step)
+        return np.where(both, seen.values - values, np.nan)
+
+    effects = Mapped(effect, sequences, errors, steps)
     return [Effects(" or ".join(sorted(names)), effects, counts=counts)]
+
+
+def _moved(seen: Observed, d: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns a sequence's values moved by `step` tokens, NaN at both ends, and where
+    they can be compared, float64 and bool [n]."""
+    values = np.full(len(d), np.nan)
+    inner = slice(1, -1)
+    values[inner] = np.roll(seen.values, step)[inner]
+    return values, np.isfinite(values - seen.reference) & np.isfinite(d)
 
 
 def _scatter(y: np.ndarray, x: np.ndarray) -> float:
@@ -169,17 +186,25 @@ def forced(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
     have no value. Where the model is known, only in sequences in which one of them is not
     the likeliest token: of that one a filter may have left it alone. Where both sides
     recorded alternatives, only where these have some in common."""
-    signs = []
-    for seen, d in zip(sequences, errors, strict=True):
-        zero = (seen.record.logprobs == 0) | (seen.reference == 0)
-        sign = seen.counts & zero & (np.abs(np.nan_to_num(d)) > -FORCED)
-        if seen.exact is not None and seen.exact.likeliest[sign].all():
-            sign = np.zeros_like(sign)
-        if seen.shared is not None:  # without another token, a filter left it alone
-            sign &= np.isfinite(seen.shared.x).any(axis=1)
-        signs.append(sign)
-    effects = [np.where(sign, np.nan, 0.0) for sign in signs]
-    return [Effects("", effects, counts=[int(sign.sum()) for sign in signs])]
+    return [_of_signs("", Mapped(_is_forced, sequences, errors))]
+
+
+def _is_forced(seen: Observed, d: np.ndarray) -> np.ndarray:
+    """Returns where tokens of a sequence are forced, bool [n]."""
+    zero = (seen.record.logprobs == 0) | (seen.reference == 0)
+    sign: np.ndarray = seen.counts & zero & (np.abs(np.nan_to_num(d)) > -FORCED)
+    if seen.exact is not None and seen.exact.likeliest[sign].all():
+        sign = np.zeros_like(sign)
+    if seen.shared is not None:  # without another token, a filter left it alone
+        sign &= np.isfinite(seen.shared.x).any(axis=1)
+    return sign
+
+
+def _of_signs(dose: str, signs: Sequence[np.ndarray]) -> Effects:
+    """Returns the effects of tokens that have no value once they are undone. `signs`:
+    where they are, bool [n] each."""
+    effects = Mapped(lambda sign: np.where(sign, np.nan, 0.0), signs)
+    return Effects(dose, effects, counts=[int(sign.sum()) for sign in signs])
 
 
 def invented(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
@@ -187,35 +212,38 @@ def invented(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
     sequences, as an end of sequence that was appended, and those of one and the same
     value, which was filled in. They are far off, and few; undone they have no value. A 0
     is a forced token's."""
-    every = np.concatenate([np.abs(d[np.isfinite(d)]) for d in errors])
-    limit = max(-FORCED, TENFOLD * float(np.median(every))) if len(every) else math.inf
-    with np.errstate(invalid="ignore"):
-        far = [np.abs(d) > limit for d in errors]
-    last = []
-    for d, is_far in zip(errors, far, strict=True):
-        sign = np.zeros_like(is_far)
+    middle = median(Mapped(lambda d: np.abs(d[np.isfinite(d)]), errors))
+    limit = math.inf if middle is None else max(-FORCED, TENFOLD * middle)
+
+    def is_far(d: np.ndarray) -> np.ndarray:
+        """Returns where tokens are far off, bool [n]."""
+        with np.errstate(invalid="ignore"):
+            return np.asarray(np.abs(d) > limit)
+
+    def is_last(d: np.ndarray) -> np.ndarray:
+        """Returns where the last token that counts is, if it is far off, bool [n]."""
         at = np.flatnonzero(np.isfinite(d))[-1:]
-        sign[at] = is_far[at]
-        last.append(sign)
-    tried = {"the last token of a sequence": last}
-    recorded = [[s.values for s in sequences]]
+        sign = np.zeros(len(d), np.bool_)
+        sign[at] = is_far(d)[at]
+        return sign
+
+    def is_filled(value: float, x: np.ndarray, d: np.ndarray) -> np.ndarray:
+        """Returns where tokens that are far off have this value, bool [n]."""
+        return np.asarray(is_far(d) & (x == value))
+
+    tried = {"the last token of a sequence": Mapped(is_last, errors)}
+    recorded = [Mapped(lambda s: s.values, sequences)]
     if sequences[0].exact is None:  # the other side's may be the ones
-        recorded.append([s.reference for s in sequences])
+        recorded.append(Mapped(lambda s: s.reference, sequences))
     for of_side in recorded:
-        values = np.concatenate([x[at] for x, at in zip(of_side, far, strict=True)])
-        names, times = np.unique(values[values != 0], return_counts=True)
+        parts = (x[is_far(d)] for x, d in zip(of_side, errors, strict=True))
+        values = np.concatenate([x[x != 0] for x in parts])
+        names, times = np.unique(values, return_counts=True)
         if len(names):
             name = float(names[times.argmax()])
-            fits = [at & (x == name) for x, at in zip(of_side, far, strict=True)]
-            tried[f"tokens with the value {name:.6g}"] = fits
-    return [
-        Effects(
-            dose,
-            [np.where(sign, np.nan, 0.0) for sign in signs],
-            counts=[int(sign.sum()) for sign in signs],
-        )
-        for dose, signs in tried.items()
-    ]
+            signs = Mapped(partial(is_filled, name), of_side, errors)
+            tried[f"tokens with the value {name:.6g}"] = signs
+    return [_of_signs(dose, signs) for dose, signs in tried.items()]
 
 
 def other_base(sequences: Sequences, errors: Errors) -> Iterator[Effects]:
@@ -240,10 +268,14 @@ def other_base(sequences: Sequences, errors: Errors) -> Iterator[Effects]:
             "to the base e, the other side's to the base 2": lambda v: v / LN2,
             "to the base e, the other side's to the base 10": lambda v: v / LN10,
         }
-    for name, form in forms.items():
+
+    def effect(form: Callable[[np.ndarray], np.ndarray], seen: Observed) -> np.ndarray:
+        """Returns the effect of a form on a sequence."""
         with np.errstate(invalid="ignore", over="ignore"):  # of minus infinity
-            effects = [seen.values - form(seen.values) for seen in sequences]
-        yield Effects(name, effects)
+            return np.asarray(seen.values - form(seen.values))
+
+    for name, form in forms.items():
+        yield Effects(name, Mapped(partial(effect, form), sequences))
 
 
 def temperature(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
@@ -279,15 +311,26 @@ def other_temperature(sequences: Sequences, errors: Errors) -> Sequence[Effects]
     alternatives of both: a factor for all tokens, and at each position the constant that
     its alternatives have besides, its normalisation's. Empty where one side recorded no
     alternatives."""
-    shared = [(seen, seen.shared) for seen in sequences if seen.shared is not None]
-    if len(shared) < len(sequences):
+    if any(seen.shared is None for seen in sequences):
         return []
-    sums = [slope_sums(x, (seen.reference, seen.values)) for seen, x in shared]
+
+    def of_alternatives(seen: Observed) -> tuple[float, float, float]:
+        """Returns the sums of which the slope of alternatives is made."""
+        assert seen.shared is not None
+        return slope_sums(seen.shared, (seen.reference, seen.values))
+
+    sums = list(map(of_alternatives, sequences))
     product, square = (math.fsum(each[i] for each in sums) for i in (0, 1))
     if product <= 0:
         return []
     slope = product / square
-    effects = [(slope - 1) * seen.reference + constants(x, slope) for seen, x in shared]
+
+    def effect(seen: Observed) -> np.ndarray:
+        """Returns the effect on a sequence."""
+        assert seen.shared is not None
+        return np.asarray((slope - 1) * seen.reference + constants(seen.shared, slope))
+
+    effects = Mapped(effect, sequences)
     return [Effects(f"{1 / slope:.3g}", effects, alternatives=sums)]
 
 
@@ -296,17 +339,20 @@ def other_normalisation(sequences: Sequences, errors: Errors) -> Sequence[Effect
     by the alternatives of both, a constant at each position, of one sign at all of them;
     the whole difference of a token that is certain on one side and has no alternative.
     Zero where they have several; empty where one side recorded no alternatives."""
-    shared = [seen.shared for seen in sequences if seen.shared is not None]
-    if len(shared) < len(sequences):
+    if any(seen.shared is None for seen in sequences):
         return []
-    effects = []
-    for seen, d, x in zip(sequences, errors, shared, strict=True):
+
+    def effect(seen: Observed, d: np.ndarray) -> np.ndarray:
+        """Returns the effect on a sequence."""
+        assert seen.shared is not None
         alone = (seen.values == 0) | (seen.reference == 0)  # all that a filter left
-        alone &= ~np.isfinite(x.x).any(axis=1)
-        effects.append(np.where(alone, d, constants(x, 1.0)))
+        alone &= ~np.isfinite(seen.shared.x).any(axis=1)
+        return np.where(alone, d, constants(seen.shared, 1.0))
+
+    effects: Sequence[np.ndarray] = Mapped(effect, sequences, errors)
     sign = sign_of(effects)
     if not sign:
-        return [Effects("", [np.zeros_like(x) for x in effects])]
+        return [Effects("", Mapped(np.zeros_like, errors))]
     return [Effects("fewer tokens" if sign > 0 else "more tokens", effects)]
 
 
@@ -491,19 +537,22 @@ def _is_cast(values: np.ndarray, bits: int) -> bool:
 
 
 def share_on_grid(
-    tops: Sequence[np.ndarray], temperatures: Sequence[float] = (1.0,)
+    tops: Iterable[np.ndarray], temperatures: Sequence[float] = (1.0,)
 ) -> float | None:
     """Returns the share of differences between alternatives of a position, each from the
     first, that are multiples of 2^-8 within float32's resolution, once they are
     multiplied by a temperature: logits in bfloat16 of size 1/2 and more give 1, float32's
     some 0.01. The largest over `temperatures`; None with fewer than FEWEST_TOKENS
     differences. `tops`: float64 [n, k] each, NaN where there is none."""
-    differences = np.concatenate([(x[:, 1:] - x[:, :1]).ravel() for x in tops] or [[]])
-    differences = differences[np.isfinite(differences)]
-    if len(differences) < FEWEST_TOKENS:
-        return None
-    steps = [differences * t / GRID for t in temperatures]
-    return max(float((np.abs(x - np.rint(x)) < 0.005).mean()) for x in steps)
+    every, on_it = 0, dict.fromkeys(temperatures, 0)
+    for top in tops:
+        differences = (top[:, 1:] - top[:, :1]).ravel()
+        differences = differences[np.isfinite(differences)]
+        every += len(differences)
+        for t in temperatures:
+            steps = differences * t / GRID
+            on_it[t] += int((np.abs(steps - np.rint(steps)) < 0.005).sum())
+    return None if every < FEWEST_TOKENS else max(on_it.values()) / every
 
 
 def on_grid(sequences: Sequences, fmt: str) -> bool:
@@ -691,10 +740,10 @@ def _squares(x: np.ndarray) -> float:
     return float((x**2).sum())
 
 
-def undone(errors: Errors, effects: Effects) -> list[np.ndarray]:
+def undone(errors: Errors, effects: Effects) -> Errors:
     """Returns the errors with a cause undone; a token that has no value then keeps NaN,
     and counts no more."""
-    return [d - effect for d, effect in zip(errors, effects.effects, strict=True)]
+    return Mapped(np.subtract, errors, effects.effects)
 
 
 class Decision(NamedTuple):

@@ -29,6 +29,7 @@ class SideErrors(NamedTuple):
 
     name: str
     sequences: Sequence[Observed]
+    numbers: Sequence[int]  # of these among the sequences of the side
     left: Sequence[np.ndarray]  # as the side's named causes leave them
     has_causes: bool
     # By fix, and by the place in `sequences`: the errors predicted with it
@@ -125,9 +126,9 @@ def _paired(
 ) -> Iterator[PairErrors]:
     """Yields the pairs of which both sequences were compared with the model, at the
     tokens that count on both sides; without pairs that have no such token."""
-    at_of = [{id(s.record): i for i, s in enumerate(x.sequences)} for x in (a, b)]
+    at_of = [{number: i for i, number in enumerate(x.numbers)} for x in (a, b)]
     for number, pair in enumerate(pairs):
-        i, j = at_of[0].get(id(pair.a)), at_of[1].get(id(pair.b))
+        i, j = (at.get(of_side) for at, of_side in zip(at_of, pair.numbers, strict=True))
         if i is None or j is None:
             continue
         first, second = a.sequences[i], b.sequences[j]

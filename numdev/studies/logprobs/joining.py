@@ -9,16 +9,26 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Container,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from itertools import islice
 from operator import itemgetter
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from numdev.studies.logprobs.lazy_sequences import Mapped
 from numdev.studies.logprobs.records import (
     NO_TOKEN,
     Integers,
@@ -38,33 +48,77 @@ LEAST_SHARED = 0.5  # of the shorter sequence, for two to be paired by order alo
 
 def join(a: Side, b: Side) -> Joined:
     """Returns the pairs of two sides, in the order of a's sequences, with what is on one
-    side alone, counts and findings. Pure; raises nothing."""
-    left = _Unpaired(dict(enumerate(a.sequences)), dict(enumerate(b.sequences)))
-    pairs: dict[int, SequencePair] = {}
+    side alone, counts and findings. One pair is in memory at a time, where the sides'
+    sequences are: of each sequence its length and digests stay, and for as long as parts
+    are looked for, the tokens of those that have no partner yet. Pure; raises nothing."""
+    keys_of_a, keys_of_b = (list(map(SequenceKey.of, x.sequences)) for x in (a, b))
+    left = _Unpaired(
+        a.sequences, b.sequences, dict(enumerate(keys_of_a)), dict(enumerate(keys_of_b))
+    )
+    places: dict[int, PairPlace] = {}
     # Some programs give all samples of one prompt the same uid.
-    pairs |= left.pair_by("uid", lambda x: None if x.uid is None else (x.uid, _digest(x)))
-    pairs |= left.pair_by("uid", lambda x: x.uid)
-    pairs |= left.pair_by("token_ids", _digest)
-    pairs |= left.pair_parts()
-    if len(a.sequences) == len(b.sequences):
-        pairs |= left.pair_by_order()
-    pairs = {i: _with_prompts(pairs[i]) for i in sorted(pairs)}
-    whole_a = _replaced(a, {i: pair.a for i, pair in pairs.items()})
-    whole_b = _replaced(b, {left.partners[i]: pair.b for i, pair in pairs.items()})
+    places |= left.pair_by("uid", lambda x: None if x.uid is None else (x.uid, x.tokens))
+    places |= left.pair_by("uid", lambda x: x.uid)
+    places |= left.pair_by("token_ids", lambda x: x.tokens)
+    places |= left.pair_parts()
+    if len(keys_of_a) == len(keys_of_b):
+        places |= left.pair_by_order()
+    in_order = [places[i] for i in sorted(places)]
+    pairs = Mapped(partial(_pair, a.sequences, b.sequences), in_order)
+    whole_a = {at.numbers[0]: k for k, at in enumerate(in_order) if at.prompt_of == "b"}
+    whole_b = {at.numbers[1]: k for k, at in enumerate(in_order) if at.prompt_of == "a"}
     counts = replace(
-        _counted(a, b, tuple(pairs.values()), left),
-        prompts_of_b=_differing(a, whole_a),
-        prompts_of_a=_differing(b, whole_b),
+        _counted(pairs),
+        alone_in_a=len(left.a),
+        alone_in_b=len(left.b),
+        ambiguous=len(left.ambiguous),
+        prompts_of_b=len(whole_a),
+        prompts_of_a=len(whole_b),
+        repeated_in_a=_repeated(x.tokens for x in keys_of_a),
+        repeated_in_b=_repeated(x.tokens for x in keys_of_b),
     )
+    twice = _repeated(x[:2] for x in keys_of_a), _repeated(x[:2] for x in keys_of_b)
     return Joined(
-        a=whole_a,
-        b=whole_b,
-        pairs=tuple(pairs.values()),
-        alone_in_a=tuple(left.a.values()),
-        alone_in_b=tuple(left.b.values()),
+        a=_replaced(a, whole_a, lambda k: pairs[k].a),
+        b=_replaced(b, whole_b, lambda k: pairs[k].b),
+        pairs=pairs,
+        alone_in_a=Mapped(a.sequences.__getitem__, tuple(left.a)),
+        alone_in_b=Mapped(b.sequences.__getitem__, tuple(left.b)),
         counts=counts,
-        findings=tuple(_findings(a, b, counts)),
+        findings=tuple(_findings(a, b, counts, twice)),
     )
+
+
+class SequenceKey(NamedTuple):
+    """What a sequence is paired by."""
+
+    tokens: bytes  # a digest of its token ids; two of the same digest are the same
+    values: bytes  # and of its log-probabilities
+    uid: str | None
+    length: int
+    has_prompt: bool
+    takes_prompt: bool  # it has none, and nothing else says where its tokens stand
+
+    @classmethod
+    def of(cls, x: RecordedSequence) -> SequenceKey:
+        """Returns the key of a sequence."""
+        tokens, values = (
+            blake2b(part.tobytes(), digest_size=16).digest()
+            for part in (x.token_ids, x.logprobs)
+        )
+        takes = not x.has_prompt and x.position_ids is None and x.turn is None
+        return cls(tokens, values, x.uid, len(x), x.has_prompt, takes)
+
+
+class PairPlace(NamedTuple):
+    """A pair by the numbers of its sequences, where in each they are the same, and which
+    of them has the prompt that the other takes."""
+
+    numbers: tuple[int, int]
+    at_a: slice
+    at_b: slice
+    joined_by: Joining
+    prompt_of: Literal["a", "b"] | None
 
 
 class SoughtPart(NamedTuple):
@@ -88,92 +142,121 @@ PARTS = (
 
 @dataclass
 class _Unpaired:
-    """The sequences of both sides that have no partner yet, by their number; `partners`
-    has the number in b of each of a's that has one."""
+    """The sequences of both sides, and by their number the keys of those that have no
+    partner yet."""
 
-    a: dict[int, RecordedSequence]
-    b: dict[int, RecordedSequence]
-    partners: dict[int, int] = field(default_factory=dict)
+    of_a: Sequence[RecordedSequence]
+    of_b: Sequence[RecordedSequence]
+    a: dict[int, SequenceKey]
+    b: dict[int, SequenceKey]
     # Of a, those that are the end of several of b, or one of several that are the same
     ambiguous: set[int] = field(default_factory=set)
 
     def pair_by(
-        self, by: Joining, key: Callable[[RecordedSequence], Hashable]
-    ) -> dict[int, SequencePair]:
+        self, by: Joining, key: Callable[[SequenceKey], Hashable]
+    ) -> dict[int, PairPlace]:
         """Pairs sequences of one key, the first of a with the first of b; those whose key
         is None are left."""
         partners: defaultdict[Hashable, deque[int]] = defaultdict(deque)
         for j, sequence in self.b.items():
             partners[key(sequence)].append(j)
         partners.pop(None, None)
-        pairs = {}
+        places = {}
         for i, sequence in list(self.a.items()):
             if queue := partners.get(key(sequence)):
-                pairs[i] = self._paired(i, queue.popleft(), by)
-        return pairs
+                j = queue.popleft()
+                places[i] = self._paired(i, j, by, self._shared(i, j))
+        return places
 
-    def pair_parts(self) -> dict[int, SequencePair]:
+    def pair_parts(self) -> dict[int, PairPlace]:
         """Pairs sequences of which one is the beginning of the other, and was cut, or its
         end, and is a response without its prompt. Of a beginning any partner will do:
         what they share has one context. Of an end, the only one: where several could be,
         it stays without one and goes into `ambiguous`. Returns the pairs by number in
         a."""
-        pairs = {}
+        places = {}
         for part in PARTS if self.a and self.b else ():
-            keys_of_a = _keys(self.a, part.step, part.prompt_of_a)
-            keys_of_b = _keys(self.b, part.step, part.prompt_of_b)
+            keys_of_a = _keys(self.of_a, self.a, part.step, part.prompt_of_a)
+            keys_of_b = _keys(self.of_b, self.b, part.step, part.prompt_of_b)
             for key, i in keys_of_a:
                 j = _partner(key, keys_of_b, self.b)
                 if j is None:
                     continue
-                shorter = min(key, _key(self.b[j], part.step), key=len)
+                shorter = min(key, _key(self.of_b[j], part.step), key=len)
                 several = max(_count(keys_of_a, shorter), _count(keys_of_b, shorter)) > 1
                 if part.step == -1 and several:
                     self.ambiguous.add(i)
                     continue
-                _, shared = _shared(self.a[i], self.b[j])
-                if length_of(shared) == min(len(self.a[i]), len(self.b[j])):
-                    pairs[i] = self._paired(i, j, "token_ids")
+                shared = self._shared(i, j)
+                if length_of(shared[1]) == min(self.a[i].length, self.b[j].length):
+                    places[i] = self._paired(i, j, "token_ids", shared)
         self.ambiguous &= self.a.keys()
-        return pairs
+        return places
 
-    def pair_by_order(self) -> dict[int, SequencePair]:
+    def pair_by_order(self) -> dict[int, PairPlace]:
         """Pairs the sequences of one number that share most of the shorter one."""
-        pairs = {}
+        places = {}
         for i in [i for i in self.a if i in self.b]:
-            x, y = self.a[i], self.b[i]
-            shared = length_of(_shared(x, y)[0])
-            if shared >= max(LEAST_SHARED * min(len(x), len(y)), 1):
-                pairs[i] = self._paired(i, i, "order")
-        return pairs
+            shared = self._shared(i, i)
+            shorter = min(self.a[i].length, self.b[i].length)
+            if length_of(shared[0]) >= max(LEAST_SHARED * shorter, 1):
+                places[i] = self._paired(i, i, "order", shared)
+        return places
 
-    def _paired(self, i: int, j: int, by: Joining) -> SequencePair:
+    def _shared(self, i: int, j: int) -> tuple[slice, slice]:
+        """Returns where in each two sequences have the same tokens; of those of one
+        digest everywhere, without reading them."""
+        if self.a[i].tokens == self.b[j].tokens:
+            whole = slice(0, self.a[i].length)
+            return whole, whole
+        return _shared(self.of_a[i], self.of_b[j])
+
+    def _paired(
+        self, i: int, j: int, by: Joining, shared: tuple[slice, slice]
+    ) -> PairPlace:
         """Returns a pair, whose sequences are unpaired no more."""
-        self.partners[i] = j
         x, y = self.a.pop(i), self.b.pop(j)
-        at_a, at_b = _shared(x, y)
-        return SequencePair(a=x, b=y, at_a=at_a, at_b=at_b, joined_by=by)
+        at_a, at_b = shared
+        prompt_of: Literal["a", "b"] | None = None
+        if _lacks_prompt_of(x, y, at_a, at_b):
+            prompt_of = "b"
+        elif _lacks_prompt_of(y, x, at_b, at_a):
+            prompt_of = "a"
+        return PairPlace((i, j), at_a, at_b, by, prompt_of)
 
 
-def _digest(sequence: RecordedSequence) -> bytes:
-    """Returns a hash, 16 bytes, of a sequence's token ids alone; two of the same hash are
-    the same."""
-    return blake2b(sequence.token_ids.tobytes(), digest_size=16).digest()
+def _pair(
+    of_a: Sequence[RecordedSequence], of_b: Sequence[RecordedSequence], place: PairPlace
+) -> SequencePair:
+    """Returns a pair. A response without its prompt has that of the other side, and then
+    all its tokens are shared."""
+    a, b = of_a[place.numbers[0]], of_b[place.numbers[1]]
+    at_a, at_b = place.at_a, place.at_b
+    if place.prompt_of == "b":
+        a = _completed(a, b.token_ids[: at_b.start])
+        at_a = at_b = slice(0, len(a))
+    elif place.prompt_of == "a":
+        b = _completed(b, a.token_ids[: at_a.start])
+        at_a = at_b = slice(0, len(b))
+    return SequencePair(a, b, at_a, at_b, place.joined_by, place.numbers)
 
 
 def _keys(
-    sequences: Mapping[int, RecordedSequence], step: int, has_prompt: bool
+    sequences: Sequence[RecordedSequence],
+    unpaired: Mapping[int, SequenceKey],
+    step: int,
+    has_prompt: bool,
 ) -> list[tuple[bytes, int]]:
-    """Returns the keys, in their order, and numbers of the sequences with a prompt, or of
-    those without."""
-    numbers = [i for i, x in sequences.items() if x.has_prompt is has_prompt]
+    """Returns the tokens as bytes, in their order, and numbers of the unpaired sequences
+    with a prompt, or of those without."""
+    numbers = [i for i, x in unpaired.items() if x.has_prompt is has_prompt]
     return sorted((_key(sequences[i], step), i) for i in numbers)
 
 
 def _key(sequence: RecordedSequence, step: int) -> bytes:
     """Returns tokens, with `step` -1 from the last to the first, as bytes that are in
-    order as the tokens are."""
-    return sequence.token_ids[::step].astype(">i8").tobytes()
+    order as the tokens are: four of each, since none is 2^31 or more."""
+    return sequence.token_ids[::step].astype(">i4").tobytes()
 
 
 def _partner(
@@ -261,25 +344,10 @@ def _part_of(short: Integers, long: Integers) -> int | None:
     return None
 
 
-def _with_prompts(pair: SequencePair) -> SequencePair:
-    """Returns a pair in which a response without its prompt has that of the other side,
-    and then all its tokens are shared; as it is else."""
-    a, b = pair.a, pair.b
-    if _lacks_prompt_of(a, b, pair.at_a, pair.at_b):
-        a = _completed(a, b.token_ids[: pair.at_b.start])
-        return replace(pair, a=a, at_a=slice(0, len(a)), at_b=slice(0, len(a)))
-    if _lacks_prompt_of(b, a, pair.at_b, pair.at_a):
-        b = _completed(b, a.token_ids[: pair.at_a.start])
-        return replace(pair, b=b, at_a=slice(0, len(b)), at_b=slice(0, len(b)))
-    return pair
-
-
-def _lacks_prompt_of(
-    x: RecordedSequence, y: RecordedSequence, at_x: slice, at_y: slice
-) -> bool:
-    """Whether x has no prompt, all of it is in y, and y has tokens before it."""
-    is_part = not x.has_prompt and length_of(at_x) == len(x) and y.has_prompt
-    return is_part and at_y.start > 0 and x.position_ids is None and x.turn is None
+def _lacks_prompt_of(x: SequenceKey, y: SequenceKey, at_x: slice, at_y: slice) -> bool:
+    """Whether x takes a prompt, all of it is in y, and y has tokens before it."""
+    is_part = length_of(at_x) == x.length and y.has_prompt and at_y.start > 0
+    return x.takes_prompt and is_part
 
 
 def _completed(x: RecordedSequence, prompt: Integers) -> RecordedSequence:
@@ -310,44 +378,40 @@ def _after(x: NDArray[Number] | None, p: int, fill: float) -> NDArray[Number] | 
     return np.concatenate([np.full((p, *x.shape[1:]), fill, x.dtype), x])
 
 
-def _replaced(side: Side, sequences: Mapping[int, RecordedSequence]) -> Side:
-    """Returns a side with other sequences at some numbers."""
-    whole = [sequences.get(i, x) for i, x in enumerate(side.sequences)]
-    return replace(side, sequences=tuple(whole))
+def _replaced(
+    side: Side, whole: Mapping[int, int], sequence: Callable[[int], RecordedSequence]
+) -> Side:
+    """Returns a side with other sequences at the numbers in `whole`: `sequence` gives
+    that of a pair's number, which is beside each."""
+    if not whole:
+        return side
+
+    def at(i: int) -> RecordedSequence:
+        """Returns sequence i."""
+        return sequence(whole[i]) if i in whole else side.sequences[i]
+
+    return replace(side, sequences=Mapped(at, range(len(side.sequences))))
 
 
-def _differing(before: Side, after: Side) -> int:
-    """Returns how many sequences of a side were replaced."""
-    pairs = zip(before.sequences, after.sequences, strict=True)
-    return sum(x is not y for x, y in pairs)
-
-
-def _counted(
-    a: Side, b: Side, pairs: Sequence[SequencePair], left: _Unpaired
-) -> JoinCounts:
-    """Returns the counts of a join: pairs, sequences without a partner, and tokens."""
-    by = Counter(pair.joined_by for pair in pairs)
-    tokens = np.zeros(10, np.int64)
+def _counted(pairs: Sequence[SequencePair]) -> JoinCounts:
+    """Returns the counts of a join that are of its pairs and of their tokens."""
+    by = Counter[str]()
+    tokens = np.zeros(14, np.int64)
     for pair in pairs:
-        tokens += _token_counts(pair)
-    shared, in_a, in_b, counted, both, no_a, no_b, neither, inf_a, inf_b = tokens.tolist()
-    counts = JoinCounts(
+        by[pair.joined_by] += 1
+        whole = (not pair.is_equal, pair.is_cut, len(pair.a), len(pair.b))
+        tokens += (*whole, *_token_counts(pair))
+    unequal, cut, of_a, of_b, shared, in_a, in_b, counted = tokens[:8].tolist()
+    both, no_a, no_b, neither, infinite_a, infinite_b = tokens[8:].tolist()
+    return JoinCounts(
         pairs=len(pairs),
         by_uid=by["uid"],
         by_token_ids=by["token_ids"],
         by_order=by["order"],
-        unequal=sum(not pair.is_equal for pair in pairs),
-        cut=sum(pair.is_cut for pair in pairs),
-        alone_in_a=len(left.a),
-        alone_in_b=len(left.b),
-        repeated_in_a=_repeated(a),
-        repeated_in_b=_repeated(b),
-    )
-    return replace(
-        counts,
-        ambiguous=len(left.ambiguous),
-        tokens_of_a=sum(len(pair.a) for pair in pairs),
-        tokens_of_b=sum(len(pair.b) for pair in pairs),
+        unequal=unequal,
+        cut=cut,
+        tokens_of_a=of_a,
+        tokens_of_b=of_b,
         shared=shared,
         counted_in_a_alone=in_a,
         counted_in_b_alone=in_b,
@@ -356,13 +420,13 @@ def _counted(
         missing_in_a=no_a,
         missing_in_b=no_b,
         missing_in_both=neither,
-        infinite_in_a=inf_a,
-        infinite_in_b=inf_b,
+        infinite_in_a=infinite_a,
+        infinite_in_b=infinite_b,
     )
 
 
-def _token_counts(pair: SequencePair) -> Integers:
-    """Returns int64 [10] of a pair's shared tokens: all; that count on a alone, on b
+def _token_counts(pair: SequencePair) -> tuple[int, ...]:
+    """Returns ten counts of a pair's shared tokens: all; that count on a alone, on b
     alone, on both; of the last, with both values, without a's, b's and either's alone;
     with minus infinity on a, and on b, of those with both."""
     (mask_a, mask_b), (x, y) = pair.masks, pair.logprobs
@@ -380,23 +444,18 @@ def _token_counts(pair: SequencePair) -> Integers:
         both & np.isneginf(x),
         both & np.isneginf(y),
     )
-    return np.array([np.count_nonzero(flag) for flag in flags], np.int64)
+    return tuple(int(np.count_nonzero(flag)) for flag in flags)
 
 
-def _repeated(side: Side) -> int:
-    """Returns how many sequences have the tokens of an earlier one."""
-    return len(side.sequences) - len({*map(_digest, side.sequences)})
+def _repeated(keys: Iterable[Hashable]) -> int:
+    """Returns how many keys are equal to an earlier one."""
+    return sum(times - 1 for times in Counter(keys).values())
 
 
-def _recorded_twice(side: Side) -> int:
-    """Returns how many sequences have the tokens and values of an earlier one."""
-    records = {(_digest(x), x.logprobs.tobytes()) for x in side.sequences}
-    return len(side.sequences) - len(records)
-
-
-def _findings(a: Side, b: Side, n: JoinCounts) -> Iterator[str]:
-    """Yields sentences on what does not match, the gravest first; nothing where all
-    does."""
+def _findings(a: Side, b: Side, n: JoinCounts, twice: tuple[int, int]) -> Iterator[str]:
+    """Yields sentences on what does not match, the gravest first; nothing where all does.
+    `twice`: how many sequences of each side have the tokens and values of an earlier
+    one."""
     if n.unequal > n.cut:
         yield (
             f"{n.unequal - n.cut} of {n.pairs} pairs have other tokens on {b.name} than "
@@ -408,10 +467,10 @@ def _findings(a: Side, b: Side, n: JoinCounts) -> Iterator[str]:
     ):
         if alone:
             yield f"{alone} sequences are on {name} alone, with no partner on {other}."
-    for both in (a, b):
-        if count := _recorded_twice(both):
+    for side, count in zip((a, b), twice, strict=True):
+        if count:
             yield (
-                f"{count} of {len(both.sequences)} sequences on {both.name} have the "
+                f"{count} of {len(side.sequences)} sequences on {side.name} have the "
                 "tokens and values of an earlier one: each counts."
             )
     if n.ambiguous:
@@ -419,12 +478,12 @@ def _findings(a: Side, b: Side, n: JoinCounts) -> Iterator[str]:
             f"{n.ambiguous} of these are the end of several sequences, or one of several "
             "that are the same: which belong together is not known."
         )
-    for side, other, count in (
+    for name, other, count in (
         (a.name, b.name, n.prompts_of_b),
         (b.name, a.name, n.prompts_of_a),
     ):
         if count:
-            yield f"{count} responses on {side} have no prompt: that on {other} is taken."
+            yield f"{count} responses on {name} have no prompt: that on {other} is taken."
     if n.cut:
         yield f"{n.cut} of {n.pairs} pairs are whole on one side and a part on the other."
     if n.by_order:
@@ -436,9 +495,9 @@ def _findings(a: Side, b: Side, n: JoinCounts) -> Iterator[str]:
     ):
         if missing:
             yield f"{missing} of {n.counted} tokens have no value on {where}."
-    for side, count in (
+    for name, count in (
         (a.name, n.counted_in_a_alone),
         (b.name, n.counted_in_b_alone),
     ):
         if count:
-            yield f"{count} of {n.shared} shared tokens count on {side} alone."
+            yield f"{count} of {n.shared} shared tokens count on {name} alone."

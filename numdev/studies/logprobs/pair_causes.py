@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -77,9 +78,10 @@ def constants(alternatives: Alternatives, slope: float) -> np.ndarray:
 def sign_of(parts: Sequence[np.ndarray]) -> int:
     """Returns the one sign that constants have, 1 or -1; 0 where neither sign has all but
     ONE_SIGN of their squares."""
-    values = np.concatenate(parts)
-    values = values[np.isfinite(values)]
-    squares = [math.fsum(values[s * values > 0] ** 2) for s in (1, -1)]
+    squares = []
+    for sign in (1, -1):
+        of_sign = (x[np.isfinite(x) & (sign * x > 0)] ** 2 for x in parts)
+        squares.append(math.fsum(chain.from_iterable(of_sign)))
     if min(squares) > ONE_SIGN * sum(squares) or not sum(squares):
         return 0
     return 1 if squares[0] > squares[1] else -1

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from numdev.studies.logprobs.file_content import (
     suffix_of,
 )
 from numdev.studies.logprobs.file_records import BYTES_PER_SEQUENCE, FileRecord
+from numdev.studies.logprobs.lazy_sequences import ItemFile, ItemPlace, Mapped
 from numdev.studies.logprobs.plain_layout import (
     ROLLOUT,
     Sequences,
@@ -76,14 +78,16 @@ class _Reading:
     """What was read of one or several files so far."""
 
     layout: FileLayout | None = None
-    sequences: dict[str, list[RecordedSequence]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
+    file: ItemFile[RecordedSequence] = field(default_factory=ItemFile)
+    # By side, the places in the file of its sequences
+    places: dict[str, list[ItemPlace]] = field(default_factory=lambda: defaultdict(list))
     unread: dict[str, None] = field(default_factory=dict)  # names, in their order
 
 
 def read_sides(path: str | Path) -> tuple[Side, ...]:
-    """Returns the one or two sides in a file or a folder of files, the rollout first.
+    """Returns the one or two sides in a file or a folder of files, the rollout first. Of
+    their sequences one record is in memory at a time; what was read of the others lies in
+    a temporary file (`lazy_sequences`).
 
     Raises UsageError for a path that is none of the kinds in `file_content.SUFFIXES`, and
     MeasurementError, in one line with file and line or record, for what cannot be read: a
@@ -95,24 +99,27 @@ def read_sides(path: str | Path) -> tuple[Side, ...]:
     for file in files:
         for record in read_records(file):
             _read_record(reading, record)
-    if reading.layout is None or not reading.sequences:
+    if reading.layout is None or not reading.places:
         raise MeasurementError(f"{path}: expected at least one sequence, got none")
-    names = sorted(reading.sequences, key=lambda name: (name != ROLLOUT, name))
+    names = sorted(reading.places, key=lambda name: (name != ROLLOUT, name))
     if len(names) > 2:
         got = ", ".join(name or "none" for name in names[:SHOWN])
         raise MeasurementError(f"{path}: side: expected at most two sides, got {got}")
     if reading.unread and reading.layout.name == "numdev":
         notes = (*notes, f"Fields that are not read: {_listed(reading.unread)}.")
-    return tuple(
-        Side(
-            name=name or _stem(path),
-            path=path,
-            layout=reading.layout.name,
-            sequences=tuple(reading.sequences[name]),
-            notes=(*notes, *_notes(reading.layout.name, reading.sequences[name])),
+    sides = []
+    for name in names:
+        sequences = Mapped(reading.file.read, reading.places[name])
+        sides.append(
+            Side(
+                name=name or _stem(path),
+                path=path,
+                layout=reading.layout.name,
+                sequences=sequences,
+                notes=(*notes, *_notes(reading.layout.name, sequences)),
+            )
         )
-        for name in names
-    )
+    return tuple(sides)
 
 
 def _read_record(reading: _Reading, record: FileRecord) -> None:
@@ -130,7 +137,7 @@ def _read_record(reading: _Reading, record: FileRecord) -> None:
     reading.layout = layout
     for side, sequence in layout.sequences(record):
         record.budget.spend(BYTES_PER_SEQUENCE)
-        reading.sequences[side].append(sequence)
+        reading.places[side].append(reading.file.write(sequence))
     reading.unread.update(dict.fromkeys(map(str, record.unread())))
 
 
@@ -191,30 +198,63 @@ def _stem(path: Path) -> str:
     return name
 
 
+class NoteCounts(NamedTuple):
+    """How many of a sequence's tokens, or of a side's tokens and sequences, are as a
+    reader of the side must know."""
+
+    tokens: int  # that count; of these:
+    missing: int
+    infinite: int
+    positive: int
+    without_prompt: int  # sequences
+    other: int  # tokens with another value among their alternatives
+    too_probable: int  # tokens
+    not_left: int  # tokens
+    counted_otherwise: int  # sequences
+    mixed: int  # sequences of several versions of the weights
+
+    @classmethod
+    def of(cls, x: RecordedSequence) -> NoteCounts:
+        """Returns the counts of one sequence."""
+        values = x.logprobs[x.mask]
+        flags = np.isnan(values), np.isneginf(values), values > 0
+        missing, infinite, positive = (int(np.count_nonzero(flag)) for flag in flags)
+        return cls(
+            tokens=len(values),
+            missing=missing,
+            infinite=infinite,
+            positive=positive,
+            without_prompt=int(not x.has_prompt),
+            other=_other_among_alternatives(x),
+            too_probable=_too_probable(x),
+            not_left=_not_left(x),
+            counted_otherwise=int(_counts_otherwise(x)),
+            mixed=int(len(x.weights_versions) > 1),
+        )
+
+
 def _notes(layout: str, sequences: Sequence[RecordedSequence]) -> Iterator[str]:
     """Yields sentences on what a reader of a side must know. `sequences`: at least
     one."""
-    counts = [_counts(sequence) for sequence in sequences]
-    tokens, missing, infinite, positive = (
-        sum(column) for column in zip(*counts, strict=True)
-    )
-    if missing:
-        yield f"{missing} of {tokens} counted tokens have no log-probability."
-    if infinite:
-        yield f"{infinite} of {tokens} log-probabilities are minus infinity."
-    if positive:
+    every = zip(*map(NoteCounts.of, sequences), strict=True)
+    n = NoteCounts(*(sum(column) for column in every))
+    if n.missing:
+        yield f"{n.missing} of {n.tokens} counted tokens have no log-probability."
+    if n.infinite:
+        yield f"{n.infinite} of {n.tokens} log-probabilities are minus infinity."
+    if n.positive:
         place, at, value = _first_positive(sequences)
         yield (
             f"{place}: logprobs[{at}]: expected at most 0, got {value:.6g}; "
-            f"{positive} of {tokens} are above 0."
+            f"{n.positive} of {n.tokens} are above 0."
         )
-    if cut := sum(not sequence.has_prompt for sequence in sequences):
-        yield f"{cut} of {len(sequences)} sequences have no prompt."
-    yield from _contradictions(sequences)
-    if mixed := sum(len(sequence.weights_versions) > 1 for sequence in sequences):
+    if n.without_prompt:
+        yield f"{n.without_prompt} of {len(sequences)} sequences have no prompt."
+    yield from _contradictions(n, len(sequences))
+    if n.mixed:
         yield (
-            f"{mixed} of {len(sequences)} sequences were sampled under several versions "
-            "of the weights."
+            f"{n.mixed} of {len(sequences)} sequences were sampled under several "
+            "versions of the weights."
         )
     if layout.startswith("prime-rl"):
         yield (
@@ -223,22 +263,20 @@ def _notes(layout: str, sequences: Sequence[RecordedSequence]) -> Iterator[str]:
         )
 
 
-def _contradictions(sequences: Sequence[RecordedSequence]) -> Iterator[str]:
+def _contradictions(n: NoteCounts, sequences: int) -> Iterator[str]:
     """Yields sentences on what records say of one token twice, and not alike: its value
     among its alternatives, their probabilities, whether a filter left it, and positions
-    that do not count up from 0."""
+    that do not count up from 0. `sequences`: how many there are."""
     words = {
-        "another log-probability among their alternatives": _other_among_alternatives,
-        "alternatives of more probability than 1": _too_probable,
-        "a filter that left other tokens alone (kept_ids)": _not_left,
+        "another log-probability among their alternatives": n.other,
+        "alternatives of more probability than 1": n.too_probable,
+        "a filter that left other tokens alone (kept_ids)": n.not_left,
     }
-    for what, count_of in words.items():
-        if count := sum(map(count_of, sequences)):
-            yield f"{count} tokens have {what}."
-    if count := sum(map(_counts_otherwise, sequences)):
+    yield from (f"{count} tokens have {what}." for what, count in words.items() if count)
+    if n.counted_otherwise:
         yield (
-            f"{count} of {len(sequences)} sequences have position_ids that do not count "
-            "up by 1 from 0: a model is asked with such that do."
+            f"{n.counted_otherwise} of {sequences} sequences have position_ids that do "
+            "not count up by 1 from 0: a model is asked with such that do."
         )
 
 
@@ -288,18 +326,6 @@ def _counts_otherwise(x: RecordedSequence) -> bool:
         is_start[0] = True
         counted -= np.maximum.accumulate(np.where(is_start, counted, 0))
     return not np.array_equal(counted, x.position_ids)
-
-
-def _counts(sequence: RecordedSequence) -> tuple[int, int, int, int]:
-    """Returns how many tokens count, and of these how many have no value, minus infinity
-    and one above 0."""
-    x = sequence.logprobs[sequence.mask]
-    return (
-        len(x),
-        int(np.isnan(x).sum()),
-        int(np.isneginf(x).sum()),
-        int((x > 0).sum()),
-    )
 
 
 def _first_positive(sequences: Sequence[RecordedSequence]) -> tuple[str, int, float]:

@@ -1,7 +1,9 @@
 """What two programs recorded of the same tokens, and how their records are paired.
 
 `readers` makes `Side`s of files, `joining` makes a `Joined` of two sides; whatever judges
-them reads these records alone. Arrays are on the host, of numpy, and are not written to.
+them reads these records alone. Their sequences and pairs may be read or made whenever one
+is asked for (`lazy_sequences`), and then those of one number are equal, but not the same
+object. Arrays are on the host, of numpy, and are not written to.
 
 NaN in an array of log-probabilities means that none was recorded; minus infinity is a
 recorded value. Nothing here is a judgement: unequal tokens and sequences of one side
@@ -9,6 +11,7 @@ alone are counted, not refused."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -75,11 +78,6 @@ class RecordedSequence:
         """Returns the number of tokens."""
         return len(self.token_ids)
 
-    @cached_property
-    def recorded(self) -> Flags:
-        """bool [n]: whether the token has a log-probability, be it minus infinity."""
-        return ~np.isnan(self.logprobs)
-
 
 @dataclass(frozen=True, eq=False)
 class Side:
@@ -90,7 +88,7 @@ class Side:
     name: str  # `rollout`, `trainer`, or the file's name without its suffixes
     path: Path
     layout: str
-    sequences: tuple[RecordedSequence, ...]
+    sequences: Sequence[RecordedSequence]
     notes: tuple[str, ...] = ()
 
 
@@ -113,6 +111,7 @@ class SequencePair:
     at_a: slice
     at_b: slice
     joined_by: Joining
+    numbers: tuple[int, int]  # of a and b among the sequences of their sides
 
     @property
     def shared(self) -> int:
@@ -151,6 +150,12 @@ class SequencePair:
         on both, be it minus infinity."""
         (mask_a, mask_b), (a, b) = self.masks, self.logprobs
         return mask_a & mask_b & ~np.isnan(a) & ~np.isnan(b)
+
+    @cached_property
+    def finite(self) -> Flags:
+        """bool [m]: the comparable tokens of which neither value is minus infinity."""
+        a, b = self.logprobs
+        return self.comparable & np.isfinite(a) & np.isfinite(b)
 
 
 @dataclass(frozen=True)
@@ -197,8 +202,8 @@ class Joined:
 
     a: Side
     b: Side
-    pairs: tuple[SequencePair, ...]
-    alone_in_a: tuple[RecordedSequence, ...]
-    alone_in_b: tuple[RecordedSequence, ...]
+    pairs: Sequence[SequencePair]
+    alone_in_a: Sequence[RecordedSequence]
+    alone_in_b: Sequence[RecordedSequence]
     counts: JoinCounts = field(default_factory=JoinCounts)
     findings: tuple[str, ...] = ()

@@ -10,7 +10,7 @@ from contextlib import suppress
 from numdev.config import LogprobsRequest
 from numdev.errors import UsageError
 from numdev.formats import FORMATS, format_named
-from numdev.studies.logprobs.records import RecordedSequence
+from numdev.studies.logprobs.records import RecordedSettings
 from numdev.studies.logprobs.report import PlannedSide
 from numdev.studies.logprobs.truth import ProgramRecipe, Support
 
@@ -24,48 +24,46 @@ LONGEST_NAME = 40  # characters of what a record says, in a sentence
 COLDEST = 1e-4  # a temperature below which servers take the likeliest token
 
 
-def support_of(record: RecordedSequence, request: LogprobsRequest) -> Support:
+def support_of(says: RecordedSettings, request: LogprobsRequest) -> Support:
     """Returns what a record's values are meant to be under: the temperature that it says,
     else the request's, else 1; and a filter only where the request says one, or the
     record says that its values are processed. Values that it says are raw are at
     temperature 1, of all tokens; so are greedy ones, below COLDEST."""
-    mode = record.settings.logprobs_mode
+    mode, temperature = says.logprobs_mode, says.temperature
     if mode == "raw_logprobs":
         return Support()
-    says, temperature = _filter_of(record), record.settings.temperature
-    if mode != "processed_logprobs":
-        says = Support()
+    filtered = _filter_of(says) if mode == "processed_logprobs" else Support()
     greedy = 1.0 if temperature is not None and temperature < COLDEST else None
     return Support(
         temperature=greedy or temperature or request.temperature or 1.0,
-        top_p=request.top_p or says.top_p,
-        top_k=request.top_k or says.top_k,
-        min_p=request.min_p or says.min_p,
+        top_p=request.top_p or filtered.top_p,
+        top_k=request.top_k or filtered.top_k,
+        min_p=request.min_p or filtered.min_p,
     )
 
 
-def _filter_of(record: RecordedSequence) -> Support:
+def _filter_of(says: RecordedSettings) -> Support:
     """Returns the filter that a record says, at temperature 1: what leaves all tokens, as
     a top_k of -1 or a top_p of 1, is none."""
-    p, k, m = (getattr(record.settings, name) for name in ("top_p", "top_k", "min_p"))
+    p, k = says.top_p, says.top_k
     return Support(
         top_p=p if p is not None and p < 1 else None,
         top_k=k if k is not None and k > 0 else None,
-        min_p=m or None,
+        min_p=says.min_p or None,
     )
 
 
 def supports_tried(
-    records: Sequence[RecordedSequence], request: LogprobsRequest
+    settings: Sequence[RecordedSettings], request: LogprobsRequest
 ) -> list[Support]:
     """Returns the filters that are tried on every record of a side: those that its
     records say, that of the request, and the usual ones; each at the records'
     temperature, and only where all have one."""
-    meant = [support_of(record, request) for record in records]
+    meant = [support_of(says, request) for says in settings]
     temperatures = {support.temperature for support in meant}
     if len(temperatures) != 1:
         return []
-    filters = dict.fromkeys((*map(_filter_of, records), *meant, *USUAL))
+    filters = dict.fromkeys((*map(_filter_of, settings), *meant, *USUAL))
     (temperature,) = temperatures
     return list(
         dict.fromkeys(
@@ -77,14 +75,14 @@ def supports_tried(
 
 
 def recipe_of(
-    records: Sequence[RecordedSequence], request: LogprobsRequest
+    settings: Sequence[RecordedSettings], request: LogprobsRequest
 ) -> ProgramRecipe:
     """Returns how a side rounds: its format, and the head's, as all of its records say,
     else as the request does. A head as narrow as the rest, though in another format, is
     taken to be of the rest's."""
-    says = format_name(common(records, "dtype"))
+    says = format_name(common(settings, "dtype"))
     fmt = says if says in FORMATS else request.format
-    head = format_name(common(records, "head") or request.head)
+    head = format_name(common(settings, "head") or request.head)
     recipe = ProgramRecipe(fmt, request.attention, head if head in FORMATS else None)
     differs = recipe.has_wider_head or recipe.has_narrower_head
     return recipe if differs else recipe._replace(head=None)
@@ -98,27 +96,27 @@ def format_name(name: str | None) -> str:
     return str(name)
 
 
-def common(records: Sequence[RecordedSequence], name: str) -> str | None:
+def common(settings: Sequence[RecordedSettings], name: str) -> str | None:
     """Returns what all records say of a setting; None where they say nothing, or do not
     agree."""
-    settings = {getattr(record.settings, name) for record in records}
-    return next(iter(settings)) if len(settings) == 1 else None
+    values = {getattr(says, name) for says in settings}
+    return next(iter(values)) if len(values) == 1 else None
 
 
 def several_of(
-    records: Sequence[RecordedSequence], request: LogprobsRequest
+    settings: Sequence[RecordedSettings], request: LogprobsRequest
 ) -> dict[str, tuple[str, ...]]:
     """Returns by its name what records say of each setting that a side has one of, in
     their order, where that is not the same: versions of the weights, or where some say
     none steps of training; formats, where those that say nothing have the request's;
     engines."""
     says: dict[str, list[object]] = {
-        "weights_version": [r.settings.weights_version for r in records],
-        "step": [r.settings.step for r in records],
-        "dtype": [format_name(r.settings.dtype or request.format) for r in records],
-        "engine": [r.settings.engine for r in records],
+        "weights_version": [x.weights_version for x in settings],
+        "step": [x.step for x in settings],
+        "dtype": [format_name(x.dtype or request.format) for x in settings],
+        "engine": [x.engine for x in settings],
     }
-    heads = (r.settings.head or request.head or r.settings.dtype for r in records)
+    heads = (x.head or request.head or x.dtype for x in settings)
     says["head"] = [format_name(head or request.format) for head in heads]
     if None not in says["weights_version"]:
         del says["step"]  # of weights that are known otherwise
@@ -130,25 +128,26 @@ def several_of(
 
 
 def settings_remarks(
-    sides: Sequence[PlannedSide], records: Sequence[Sequence[RecordedSequence]]
+    sides: Sequence[PlannedSide], settings: Sequence[Sequence[RecordedSettings]]
 ) -> Iterator[str]:
     """Yields sentences on what the records of a side, or those of two sides, do not agree
-    in, and on formats whose roundings cannot be predicted. `records`: of each side."""
-    for side, of_side in zip(sides, records, strict=True):
+    in, and on formats whose roundings cannot be predicted. `settings`: of the
+    records of each side."""
+    for side, of_side in zip(sides, settings, strict=True):
         if engines := side.several.get("engine"):
             listed = ", ".join(name[:LONGEST_NAME] for name in engines)
             yield (
                 f"{side.name}: its records are of {len(engines)} engines ({listed}), "
                 "and judged together."
             )
-        names = {r.settings.dtype for r in of_side} | {r.settings.head for r in of_side}
+        names = {x.dtype for x in of_side} | {x.head for x in of_side}
         for name in sorted(x for x in names if x and format_name(x) not in FORMATS):
             yield (
                 f"{side.name}: roundings to {name[:LONGEST_NAME]!r}, which it says, are "
                 "not predicted: "
                 f"it is held to {side.recipe}."
             )
-        says = [r.settings.temperature for r in of_side]
+        says = [x.temperature for x in of_side]
         greedy = [t for t in says if t is not None and t < COLDEST]
         if greedy:
             yield (

@@ -204,6 +204,38 @@ def jackknife(
     return SequenceEstimate(mean=mean, low=low, high=high)
 
 
+UPPER_BITS = 18  # of a number of 64: sign, exponent and six bits of its significand
+
+
+def median(parts: Sequence[np.ndarray]) -> float | None:
+    """Returns the median of numbers that are finite and not negative, float64, of all
+    parts together, as numpy's; None of none. The parts are gone through twice: to count
+    numbers by their UPPER_BITS, and for the different ones that have those of the
+    middle."""
+
+    def upper(part: np.ndarray) -> np.ndarray:
+        """Returns the upper bits of numbers, which are in order as they are."""
+        return np.asarray(part.view(np.uint64) >> np.uint64(64 - UPPER_BITS), np.int64)
+
+    counts = np.zeros(1 << UPPER_BITS, np.int64)
+    for part in parts:
+        np.add.at(counts, upper(part), 1)
+    below = counts.cumsum()
+    if not below[-1]:
+        return None
+    ranks = np.unique([(below[-1] - 1) // 2, below[-1] // 2])
+    first, last = np.searchsorted(below, ranks[[0, -1]], side="right")
+    near = []
+    for part in parts:
+        bits = upper(part)
+        middle = part[(first <= bits) & (bits <= last)]
+        near.append(np.unique(middle, return_counts=True))
+    values, times = (np.concatenate(x) for x in zip(*near, strict=True))
+    order = values.argsort()
+    up_to = below[first] - counts[first] + times[order].cumsum()
+    return float(values[order][np.searchsorted(up_to, ranks, side="right")].mean())
+
+
 def student(freedom: int, confidence: float) -> float:
     """Returns the two-sided quantile of Student's t."""
     from scipy.special import stdtrit  # a third of a second that a gate need not wait for

@@ -35,9 +35,15 @@ from numdev.studies.logprobs.costs import (
 )
 from numdev.studies.logprobs.expert_routing import NotReplayed, count_other
 from numdev.studies.logprobs.joining import join
+from numdev.studies.logprobs.lazy_sequences import in_file
 from numdev.studies.logprobs.pair_causes import shared_alternatives
 from numdev.studies.logprobs.readers import read_sides
-from numdev.studies.logprobs.records import Joined, RecordedSequence, Side
+from numdev.studies.logprobs.records import (
+    Joined,
+    RecordedSequence,
+    SequencePair,
+    Side,
+)
 from numdev.studies.logprobs.report import (
     PAIR,
     CauseRow,
@@ -123,11 +129,11 @@ def logprobs(
     check_format(request.head or request.format, "--head")
     study = LogprobsStudy(request, sides, joined, open_model)
     measured = list(study.measured_sides(progress))
-    pairs = [pair_row(i, *study.pair_values(i), study) for i in range(study.pair_count)]
+    pairs = [pair_row(i, pair, study.clip) for i, pair in enumerate(study.pairs)]
     pair_causes = study.pair_cause_rows() if study.model is None else []
     plan = LogprobsPlan(
         sides=tuple(m.plan for m in measured),
-        pairs=study.pair_count,
+        pairs=len(study.pairs),
         model=request.model,
         pair_causes=tuple(dict.fromkeys(row.cause for row in pair_causes)),
         clip=study.clip,
@@ -257,6 +263,7 @@ class LogprobsStudy:
         open_model: Callable[[str], ExactModel] | None = None,
     ) -> None:  # fmt: skip
         self.request, self.sides, self.joined = request, sides, joined
+        self.settings = [[x.settings for x in side.sequences] for side in sides]
         self.clip = (request.clip_low, request.clip_high)
         self.model: ExactModel | None = None
         self.previous: ExactModel | None = None
@@ -270,17 +277,18 @@ class LogprobsStudy:
         self.repeats = repeats_of(request, sides)
 
     @property
-    def pair_count(self) -> int:
-        """Returns how many sequences both sides have."""
-        return len(self.joined.pairs) if self.joined is not None else 0
+    def pairs(self) -> Sequence[SequencePair]:
+        """Returns the sequences that both sides have; one is in memory at a time, where
+        they were read of files."""
+        return self.joined.pairs if self.joined is not None else ()
 
-    def chosen(self, side: Side) -> list[RecordedSequence]:
-        """Returns the sequences of a side that are compared with the model: as many as
-        the request says, evenly spread, else all."""
-        every, most = list(side.sequences), self.request.sequences
-        if most is None or most >= len(every):
-            return every
-        return [every[i * len(every) // most] for i in range(most)]
+    def chosen(self, side: Side) -> Sequence[int]:
+        """Returns the numbers of the sequences of a side that are compared with the
+        model: as many as the request says, evenly spread, else all."""
+        count, most = len(side.sequences), self.request.sequences
+        if most is None or most >= count:
+            return range(count)
+        return [i * count // most for i in range(most)]
 
     def fixes_of(
         self, recipe: ProgramRecipe, sequences: Sequence[Observed]
@@ -309,29 +317,32 @@ class LogprobsStudy:
     def measured_sides(self, progress: Progress) -> Iterator[ComparedSide]:
         """Yields each side beside the truth, in order; without a model, sides with a plan
         and without numbers."""
-        for side in self.sides:
-            records = self.chosen(side)
-            recipe = recipe_of(records, self.request)
-            supports = dict.fromkeys(support_of(r, self.request).words for r in records)
+        for side, every in zip(self.sides, self.settings, strict=True):
+            numbers = self.chosen(side)
+            settings = [every[i] for i in numbers]
+            recipe = recipe_of(settings, self.request)
+            supports = dict.fromkeys(support_of(x, self.request).words for x in settings)
             plan = PlannedSide(
                 name=side.name,
                 file=side.path.name,
                 layout=side.layout,
-                sequences=len(records),
+                sequences=len(numbers),
                 format=recipe.format,
                 head=recipe.head,
                 attention=recipe.attention,
                 support="; ".join(supports),
-                engine=common(records, "engine"),
-                weights_version=common(records, "weights_version"),
-                several=several_of(records, self.request),
+                engine=common(settings, "engine"),
+                weights_version=common(settings, "weights_version"),
+                several=several_of(settings, self.request),
             )
             if self.model is None:
-                yield ComparedSide(plan, [], [], SideErrors(side.name, [], [], False, {}))
+                errors = SideErrors(side.name, [], [], [], False, {})
+                yield ComparedSide(plan, [], [], errors)
                 continue
-            tried, rows, observed = supports_tried(records, self.request), [], []
-            for i, record in enumerate(records):
-                progress(f"{side.name} sequence {i}", i, len(records))
+            tried, rows, observed = supports_tried(settings, self.request), [], []
+            for i, number in enumerate(numbers):
+                progress(f"{side.name} sequence {i}", i, len(numbers))
+                record = side.sequences[number]
                 row, seen = self.measure(side.name, i, record, recipe, tried)
                 rows.append(row)
                 observed += [seen] if seen is not None else []
@@ -339,7 +350,12 @@ class LogprobsStudy:
             searched = tuple(dict.fromkeys(row.cause for row in search.rows))
             fixes = self.fixes_of(recipe, observed)
             errors = SideErrors(
-                side.name, observed, search.errors, search.stage > 0, fixes
+                side.name,
+                observed,
+                [numbers[seen.sequence] for seen in observed],
+                search.errors,
+                search.stage > 0,
+                fixes,
             )
             update = {"causes": searched, "untested": untested, "fixes": tuple(fixes)}
             plan = plan.model_copy(update=update)
@@ -353,7 +369,7 @@ class LogprobsStudy:
         with a reason and None where its prompt is not known, it has several versions of
         the weights, or no token has numbers. There is a model."""
         assert self.model is not None
-        support = support_of(record, self.request)
+        support = support_of(record.settings, self.request)
         about = {"side": side, "sequence": number, "uid": record.uid}
         if why := unmeasurable(record):
             return skipped_row(about, why), None
@@ -529,21 +545,10 @@ class LogprobsStudy:
         )
         return {(cause, fmt): seen.reference + errors}
 
-    def pair_values(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the comparable finite log-probabilities of a pair: of the second side
-        (the trainer), and of the first."""
-        assert self.joined is not None
-        pair = self.joined.pairs[number]
-        a, b = pair.logprobs
-        both = pair.comparable & np.isfinite(a) & np.isfinite(b)
-        return b[both], a[both]
-
     def pair_cause_rows(self) -> list[CauseRow]:
         """Returns the rows of the causes that two sides alone can tell: what one of them
         is beside the other."""
-        if self.joined is None:
-            return []
-        search = CauseSearch(PAIR, list(self.observed_pairs()))
+        search = CauseSearch(PAIR, self.observed_pairs(), stored=in_file)
         for stage in (0, 1) if search.sequences else ():
             search.undo_all([k for k in causes.PAIR_CAUSES if k.stage == stage])
         return search.rows
@@ -551,19 +556,15 @@ class LogprobsStudy:
     def observed_pairs(self) -> Iterator[Observed]:
         """Yields the second side's sequences, with the first side's values for a
         reference; those without a comparable token are left out."""
-        assert self.joined is not None
-        for number, pair in enumerate(self.joined.pairs):
+        for number, pair in enumerate(self.pairs):
             a, b = pair.logprobs
-            counts = pair.comparable & np.isfinite(a) & np.isfinite(b)
-            if counts.any():
-                record = RecordedSequence(
-                    token_ids=pair.b.token_ids[pair.at_b], logprobs=b, mask=counts
-                )
+            if pair.finite.any():
+                ids = pair.b.token_ids[pair.at_b]
                 yield Observed(
                     sequence=number,
-                    record=record,
+                    record=RecordedSequence(ids, logprobs=b, mask=pair.finite),
                     values=b,
-                    counts=counts,
+                    counts=pair.finite,
                     reference=a,
                     shared=shared_alternatives(pair),
                 )
@@ -625,7 +626,7 @@ class LogprobsStudy:
             return [
                 w for m in measured for w in worst_tokens(m.plan.name, m.errors.sequences)
             ]
-        return worst_tokens(PAIR, list(self.observed_pairs())) if self.joined else []
+        return worst_tokens(PAIR, self.observed_pairs())
 
     def measured_fields(
         self, measured: Sequence[ComparedSide], text_of: Callable[[int], str] | None
@@ -661,17 +662,19 @@ class LogprobsStudy:
             yield from (f"{side.name}: {note}" for note in side.notes)
         yield from self.joined.findings if self.joined is not None else ()
         plans = [each.plan for each in measured]
-        yield from settings_remarks(plans, [self.chosen(side) for side in self.sides])
+        of_chosen = [
+            [every[i] for i in self.chosen(side)]
+            for side, every in zip(self.sides, self.settings, strict=True)
+        ]
+        yield from settings_remarks(plans, of_chosen)
         for each in measured:
             yield from repeat_remark(each.errors)
             yield from self.routing_remark(each.plan.name, each.errors.sequences)
             yield from self.format_remark(each.errors)
         yield from routing_difference(self.joined)
-        for side in self.sides:
-            tops = [s.top_logprobs for s in side.sequences if s.top_logprobs is not None]
-            temperatures = {
-                support_of(s, self.request).temperature for s in side.sequences
-            }
+        for side, every in zip(self.sides, self.settings, strict=True):
+            tops = (s.top_logprobs for s in side.sequences if s.top_logprobs is not None)
+            temperatures = {support_of(x, self.request).temperature for x in every}
             share = causes.share_on_grid(tops, sorted({1.0, *temperatures}))
             if share is not None and share > causes.CHANCE:
                 yield (
@@ -779,14 +782,12 @@ def side_row(
     )
 
 
-def pair_row(number: int, p: np.ndarray, q: np.ndarray, study: LogprobsStudy) -> PairRow:
-    """Returns the row of a pair of sequences. `p`, `q`: the comparable log-probabilities
-    of the second side and of the first."""
-    assert study.joined is not None
-    pair = study.joined.pairs[number]
+def pair_row(number: int, pair: SequencePair, clip: tuple[float, float]) -> PairRow:
+    """Returns the row of a pair of sequences."""
     mask_a, mask_b = pair.masks
     a, b = pair.logprobs
     without = mask_a & mask_b & (np.isnan(a) | np.isnan(b))
+    p, q = b[pair.finite], a[pair.finite]
     row = PairRow(
         sequence=number,
         uid=pair.a.uid or pair.b.uid,
@@ -800,7 +801,7 @@ def pair_row(number: int, p: np.ndarray, q: np.ndarray, study: LogprobsStudy) ->
     if not len(p):
         return row
     numbers = {
-        "sums": pair_sums(p, q, study.clip),
+        "sums": pair_sums(p, q, clip),
         "largest": float(np.abs(p - q).max()),
         "largest_probability": float(np.abs(np.exp(p) - np.exp(q)).max()),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import numpy as np
@@ -62,25 +62,28 @@ def _columns(seen: Observed) -> dict[str, np.ndarray]:
     }
 
 
-def worst_tokens(side: str, sequences: Sequence[Observed]) -> list[WorstToken]:
+def worst_tokens(side: str, sequences: Iterable[Observed]) -> list[WorstToken]:
     """Returns the tokens with the largest |error| of all sequences, the largest first, at
     most MOST."""
-    tokens = []
+    worst: list[WorstToken] = []
     for seen in sequences:
         size = np.where(seen.counts, np.abs(seen.errors), -1.0)
-        for at in np.argsort(-size, kind="stable")[:MOST].tolist():
-            if size[at] < 0:
-                break
-            entropy = None if seen.exact is None else float(seen.exact.entropy[at])
-            tokens.append(
-                WorstToken(
-                    side=side,
-                    sequence=seen.sequence,
-                    position=at,
-                    token=int(seen.record.token_ids[at]),
-                    error=float(seen.errors[at]),
-                    exact=float(seen.reference[at]),
-                    entropy=entropy,
-                )
-            )
-    return sorted(tokens, key=lambda token: -abs(token.error))[:MOST]
+        least = abs(worst[-1].error) if len(worst) == MOST else -1.0
+        at = np.flatnonzero(size > least)
+        at = at[np.argsort(-size[at], kind="stable")[:MOST]]
+        worst += [_worst_token(side, seen, i) for i in at.tolist()]
+        worst = sorted(worst, key=lambda token: -abs(token.error))[:MOST]
+    return worst
+
+
+def _worst_token(side: str, seen: Observed, at: int) -> WorstToken:
+    """Returns the token of a sequence at a position, where it counts."""
+    return WorstToken(
+        side=side,
+        sequence=seen.sequence,
+        position=at,
+        token=int(seen.record.token_ids[at]),
+        error=float(seen.values[at] - seen.reference[at]),
+        exact=float(seen.reference[at]),
+        entropy=None if seen.exact is None else float(seen.exact.entropy[at]),
+    )
