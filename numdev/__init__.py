@@ -1,7 +1,6 @@
-"""numdev: numeric-deviation audits for attention. Importing it imports nothing heavy.
-
-The public names below are imported when they are first asked for; docs/api.md describes
-them."""
+"""numdev: numeric-deviation audits of attention and of other functions. `import numdev`
+imports neither torch nor numpy. A public name below is imported when it is first used;
+docs/api.md describes all of them."""
 
 from __future__ import annotations
 

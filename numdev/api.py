@@ -79,27 +79,27 @@ def audit(
     say: Callable[[str], None] = lambda text: None,
     **options: object,
 ) -> AuditReport:
-    """Measures every attention call through every kernel against fp64, as `numdev audit`
-    does.
+    """Measures every attention call through every kernel against fp64, as `numdev audit`.
 
-    `target`: a model in memory, which reads `inputs` (forward's arguments by name, or
-    tensors in its order); attention calls in memory, as `capture` gives them; else a
-    checkpoint directory, a state dict, captured tensors, a YAML file, or `demo`. `cases`,
-    in place of a target: calls in memory, or mappings with the keys of a YAML case.
-    `kernels`: names of `numdev kernels`, `package.module:function`, functions of q, k and
-    v (docs/kernels.md), or mappings of a `name` and options; empty: the target's own, or
-    PyTorch's backends. `formats`: empty: the target's own, or bfloat16. `backward`: dq,
-    dk and dv too. `layers`: only these. `rows`: so many query rows of each head are
-    measured; None: all. `device`: None: where the model or the calls are, else a GPU if
-    there is one. `output`: a directory for the report, its tables and reproducers, in
-    which the same request continues; None keeps nothing. `say` is told what the report
-    does not hold. `options`: all other keys of an audit's YAML file (`heads`, `explain`).
+    `target`: a model in memory, which reads `inputs` (as of `capture`); attention calls
+    in memory, as `capture` returns them; else a checkpoint directory, a state dict,
+    captured tensors, a YAML file, or `demo`, the default. `cases`, in place of a target:
+    calls in memory, or mappings with the keys of a YAML case. `kernels`: names of `numdev
+    kernels`, `package.module:function`, functions of q, k and v (docs/kernels.md), or
+    mappings of a `name` and options; empty: the target's own, or PyTorch's backends.
+    `formats`: empty: the target's own, or bfloat16. `backward`: dq, dk and dv too.
+    `layers`: only these. `rows`: so many query rows of each head; None: all. `device`:
+    None: that of the model or calls, else a GPU if there is one. `output`: a directory
+    for the report, its page and tables, in which the same request continues (unless
+    `overwrite`). `workers`, `scheduler`: so many Dask workers, or those of an address,
+    measure. `save_cases`: a new directory for the calls. `say` gets messages that are not
+    in the report. `options`: all other keys of an audit's YAML file (`heads`, `explain`).
 
-    Returns the report: one row for each head, tensor, kernel and format (`report.rows`),
-    the findings (`report.findings`), the ranking (`report.summary`). Errors are in the
-    units of the tensors, ratios are plain numbers; a number that means nothing is None,
-    and the row's `nulls` says why. Raises UsageError for a request that cannot be run
-    here, MeasurementError where nothing could be measured."""
+    Returns the report: a row for each head, tensor, kernel and format (`report.rows`),
+    `report.findings`, the ranking (`report.summary`). Errors are in the units of the
+    tensors, ratios are plain numbers; a number that means nothing is None, and the row's
+    `nulls` says why. Raises UsageError for a request that cannot be run here,
+    MeasurementError where nothing could be measured."""
     audited = _audit_subject(target, cases, inputs)
     named, functions = _named_kernels(kernels)
     flags = {
@@ -122,8 +122,8 @@ def audit(
 
 
 def _nonempty_options(options: Mapping[str, object]) -> Mapping[str, object]:
-    """Returns the options as they are. Raises UsageError for an empty string, also in a
-    list."""
+    """Returns the options as they are. Raises UsageError for a value that is an empty
+    string, or a list or tuple that has one."""
     for name, value in options.items():
         if value == "" or (isinstance(value, list | tuple) and "" in value):
             raise UsageError(f"{name}: expected a value, got an empty string")
@@ -133,9 +133,9 @@ def _nonempty_options(options: Mapping[str, object]) -> Mapping[str, object]:
 def _named_kernels(
     kernels: Named | Sequence[Named],
 ) -> tuple[tuple[str | Mapping[str, object], ...], dict[str, Kernel]]:
-    """Returns one kernel or several as a request names them, names and mappings as they
-    are; and the functions among them as kernels, by name. Raises UsageError for two
-    functions of one name."""
+    """Returns kernels as a request names them, names and mappings as they are; and those
+    that are functions or `Kernel`s, as kernels by name. `kernels`: one or several. Raises
+    UsageError for two functions of one name."""
     chosen = [
         x if isinstance(x, str | Mapping | Kernel) else kernel_of_function(name_of(x), x)
         for x in _as_list(kernels)
@@ -150,7 +150,7 @@ def _named_kernels(
 
 @dataclass(frozen=True, kw_only=True)
 class _Audited:
-    """What an audit is of, as a request names it, and what opens it."""
+    """The subject of an audit, as a request names it, and the function that opens it."""
 
     name: str
     fields: Mapping[str, object] | None = None  # the request's; None: `name` has them
@@ -162,10 +162,12 @@ class _Audited:
 def _audit_subject(
     target: Target | None, cases: Cases | None, inputs: Inputs | str | Path | None
 ) -> _Audited:
-    """Returns what is audited as a request names it: a target or cases, distinguished by
-    their types: a model in memory, a path or name, attention calls, or mappings of cases,
-    which without a name are called `case 0` and so on. Neither is `demo`. Raises
-    UsageError for both, and for inputs that do not belong to them."""
+    """Returns the subject of an audit as a request names it. The types of `target` and
+    `cases` tell a model in memory, a path or name, attention calls, and mappings of
+    cases. A mapping without a name gets `case 0`, `case 1` and so on, by its index. None
+    of both: `demo`. Raises UsageError for both together, for inputs beside calls or
+    mappings, for a path target with inputs that are no path, and as `named_inputs` for a
+    model."""
     if target is not None and cases is not None:
         raise UsageError("audit: expected a target or cases, got both")
     subject = target if cases is None else cases
@@ -201,7 +203,8 @@ def _audit_subject(
 
 
 def _as_list(argument: Any) -> list[Any]:
-    """Returns kernels, cases or names as a list; one alone becomes a list of one."""
+    """Returns kernels, cases or names as a list. A single string, mapping, case, kernel
+    or function becomes a list of one."""
     alone = isinstance(argument, str | Mapping | AttentionCase | Kernel) or callable(
         argument
     )
@@ -209,9 +212,10 @@ def _as_list(argument: Any) -> list[Any]:
 
 
 def named_inputs(model: nn.Module, inputs: Inputs | str | Path | None) -> dict[str, Any]:
-    """Returns what a model reads, by the names of its forward's arguments: a mapping as
-    it is (copied, unchecked), a tensor or a sequence in forward's order. Raises
-    UsageError for what does not fit them, for a path, and for none."""
+    """Returns a model's inputs, by the names of its forward's arguments. A mapping is
+    copied, and its names are not checked; a tensor, or a sequence of tensors, is taken in
+    the order of forward's arguments. Raises UsageError for more tensors than arguments,
+    for a required argument that gets none, for a path, and for None."""
     if isinstance(inputs, Mapping):
         return dict(inputs)
     if inputs is None or isinstance(inputs, str | Path):
@@ -232,15 +236,16 @@ def capture(
     """Returns the attention calls that a model makes of `inputs` (forward's arguments by
     name, or tensors in its order), in their order, as copies of its tensors.
 
-    Every call that ends in `torch.nn.functional.scaled_dot_product_attention` is met; q
-    is [batch, heads, q_len, head_dim], in the model's own format. With `backward` cases
-    carry grad_out, from the model's own loss where it returns one, else drawn from N(0,
-    1) with `seed`. All calls are in memory together: for a large model audit the
-    checkpoint instead.
+    A call of `torch.nn.functional.scaled_dot_product_attention` is captured, whoever
+    makes it. Its q is [batch, heads, q_len, head_dim], in the model's own format. With
+    `backward` the cases carry grad_out, from the model's own loss where it returns one,
+    else drawn from N(0, 1) with `seed`. All calls are in memory together: for a large
+    model use `audit` on its checkpoint.
 
-    Raises MeasurementError for a call that is no function of its inputs (dropout: use
-    `model.eval()`), for inputs it fails on, and where attention ran unseen, or none
-    did."""
+    Raises UsageError for inputs that do not fit forward's arguments; MeasurementError for
+    a call that is no function of its inputs (dropout: use `model.eval()`), where the
+    model raises, where it computes attention in another way, and where it makes no
+    attention call."""
     calls: list[AttentionCase] = []
     inputs = named_inputs(model, inputs)
     upstream = find_upstream(model, inputs, seed) if backward else None
@@ -254,12 +259,14 @@ def compare(
     *reports: str | Path | Report, allow: Sequence[str] = (), by_date: bool = False
 ) -> CompareReport:
     """Returns what moved beyond noise from one audit (or sweep) to another of the same
-    request, as `numdev compare` shows it; of three or more the last is compared with the
-    one before, with the history of all. Each is a report, its file or its directory;
-    `allow` names the keys in which the requests may differ; `by_date` sorts them.
+    request, as `numdev compare` shows it. Of three or more reports the last two are
+    compared, with the history of all. Each is a report, its file or its directory, the
+    oldest first. `allow` names the keys in which the requests may differ; `by_date` sorts
+    the reports by their dates.
 
-    Raises UsageError for two that do not measure the same, MeasurementError for what
-    cannot be read, is not whole or contradicts itself."""
+    Raises UsageError for fewer than two reports, a path that does not exist, and reports
+    that do not measure the same; MeasurementError for a report that cannot be parsed, is
+    not whole or contradicts itself."""
     sides = (Path(x) if isinstance(x, str) else x for x in reports)
     return comparing.compare(
         *sides, allow=allow, by_date=by_date, command="numdev.compare"
@@ -279,12 +286,13 @@ def logprobs(
     `files`: one with what both programs recorded, one of each (the rollout's first), or
     with a `model` one alone. `model`: the checkpoint that was sampled and trained, or
     `demo`. `output`: a directory for the report and its tables; None keeps nothing.
-    `options`: every other option of the command (`temperature`, `top_p`, `previous`).
+    `overwrite`: replaces the report of another request in `output`. `options`: every
+    other option of the command (`temperature`, `top_p`, `previous`).
 
     Returns the report: one row for each sequence of each side (`report.rows`), both sides
     together (`report.pairs`), the causes (`report.summary.sides`). Raises UsageError for
-    a request that cannot be run here, MeasurementError for files that cannot be read and
-    where no token can be compared."""
+    a request that cannot be run here, MeasurementError for files that cannot be parsed
+    and where no token can be compared, OSError where `output` cannot be made."""
     from numdev.config import logprobs_request
     from numdev.studies.logprobs.study import logprobs_of_files
 
@@ -318,8 +326,8 @@ def invariance(
     empty: the required ones, or all but `compiled`. `require`: axes along which every
     kernel must be bit-identical, or the report does not pass. `output`: a directory for
     the report and its tables, in which the same request continues where it stopped; None
-    keeps nothing. `options`: every other key of its YAML file (`backward`, `layers`,
-    `device`, `logits`).
+    keeps nothing. `overwrite`: replaces earlier results there. `options`: every other key
+    of its YAML file (`backward`, `layers`, `device`, `logits`).
 
     Returns the report: one row for each tensor, call and variant (`report.rows`), the
     verdicts, and whether it passed (`report.passed`). Raises UsageError for a request
@@ -353,8 +361,9 @@ def effects(
     """Says what rounding does to a model's output, as `numdev effects` does.
 
     `target`: a checkpoint, the name of a model in the local Hugging Face cache, or
-    `demo`. `kernels`, `formats` and `output` as for `invariance`. `options`: every other
-    option of the command (`sequences`, `length`, `by_layer`, `sites`, `device`).
+    `demo`. `kernels`, `formats`, `output` and `overwrite`: as of `invariance`. `options`:
+    every other option of the command (`sequences`, `length`, `by_layer`, `sites`,
+    `device`).
 
     Returns the report: each run over all sequences (`report.summary.runs`: KL in `cost`,
     nats a token, the change of the loss in `log_perplexity`), the budget of rounding
@@ -376,8 +385,9 @@ def effects(
 
 
 def _output_directory(output: str | Path | None, kind: str) -> Path | None:
-    """Returns the directory of the report, None where nothing is kept. Raises UsageError
-    where it holds the report of another command than `kind`."""
+    """Returns `output` as a path; None, where no report is kept, as None. Makes no
+    directory. Raises UsageError where the directory holds the report of another command
+    than `kind`."""
     if output is None:
         return None
     refuse_other_kind(Path(output), kind)
@@ -385,8 +395,9 @@ def _output_directory(output: str | Path | None, kind: str) -> Path | None:
 
 
 def _written(report: R, directory: Path | None) -> R:
-    """Returns the report, written into a directory unless that is None. Raises
-    MeasurementError, when it is written, where nothing could be measured."""
+    """Returns the report; writes it, its tables and its page into a directory first,
+    unless that is None. Raises MeasurementError where nothing could be measured, after
+    the report is written."""
     if directory is not None:
         reports.write(report, directory)
         html.write(report, directory)
@@ -423,7 +434,7 @@ def measure(
     `nulls`.
 
     Raises UsageError for tensors that do not fit together, MeasurementError for an `out`
-    of no such call."""
+    of another shape or device, or without floating-point numbers."""
     case = AttentionCase(
         ref=CaseRef(case="call"),
         q=q.detach(),

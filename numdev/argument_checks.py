@@ -1,9 +1,8 @@
-"""Arguments of public functions, held to their annotations before anything is done with
-them.
+"""Checks of the arguments of public functions against their annotations, before a
+function does anything.
 
-Whoever calls a function with something else is told which argument it is, what was
-expected and what came, as a UsageError, in place of the AttributeError of some line far
-below."""
+A wrong argument raises UsageError, which says which argument it is, what was expected and
+what was passed, in place of an AttributeError of some line far below."""
 
 from __future__ import annotations
 
@@ -37,9 +36,10 @@ LISTS = (collections.abc.Sequence, collections.abc.Collection, tuple, list)
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """Returns the function with a check of its arguments: it raises UsageError for those
-    that its annotations do not allow, also for one too many or too few, and for an empty
-    string that is no default."""
+    """Returns `function` with a check of its arguments before each call. A call raises
+    UsageError for an argument that its annotation does not allow, for one that is
+    missing, unknown or too many, and for an empty string that is not the default. Values
+    of `**options` are not checked."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -63,8 +63,9 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def expect_fields(record: object) -> None:
-    """Raises UsageError, which names the field, for the first field of a dataclass whose
-    value its annotation does not allow."""
+    """Raises UsageError, which names the field, for the first field of a dataclass
+    instance whose value its annotation does not allow. Fields that are no arguments of
+    the class are not checked."""
     signature, hints = _signature_and_types(cast(Any, type(record)))
     for name, parameter in signature.parameters.items():
         expect(name, getattr(record, name), hints[name], default=parameter.default)
@@ -73,8 +74,8 @@ def expect_fields(record: object) -> None:
 def expect(
     name: str, value: object, hint: object, *, default: object = inspect.Parameter.empty
 ) -> None:
-    """Raises UsageError, which names the argument, where the value is neither the default
-    nor of the annotation `hint`. An empty string is no `str`."""
+    """Raises UsageError, which names the argument, for a value that is not of the
+    annotation `hint` (as `_is_of_type`) and not the default."""
     if value is default or (isinstance(value, str) and value == default):
         return
     if not _is_of_type(value, hint):
@@ -84,15 +85,16 @@ def expect(
 
 @functools.cache
 def _signature_and_types(function: Any) -> tuple[inspect.Signature, dict[str, object]]:
-    """Returns the signature of a function or class, and the types of its annotations by
-    name."""
+    """Returns the signature of a function or class, and the evaluated types of its
+    annotations, by name. Cached."""
     return inspect.signature(function), typing.get_type_hints(function)
 
 
 def _is_of_type(value: object, hint: Any) -> bool:
-    """Whether a value is of an annotation. Elements of sequences are looked at, of
-    mappings only the keys; a bool is no number, an empty string no string. Type variables
-    allow anything."""
+    """Whether a value is of an annotation. All elements of sequences and sets are
+    checked, of mappings only the keys. A bool is no number, an empty string no string;
+    strings, bytes, mappings, tensors and arrays are no sequences. `int` and `float` allow
+    numbers of other libraries (numpy). A type variable allows every value."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or isinstance(hint, TypeVar):
         return True
@@ -123,7 +125,8 @@ def _is_of_type(value: object, hint: Any) -> bool:
 
 def _allowed_words(hint: object) -> Iterator[str]:
     """Yields in words what an annotation allows, one choice at a time: `a string`,
-    `None`. Unknown annotations by their own name."""
+    `None`, `a sequence (integer)`. Every other type is its name with an article: `a
+    Tensor`."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         for part in inner:
@@ -144,9 +147,9 @@ def _allowed_words(hint: object) -> Iterator[str]:
 
 
 def _value_in_words(value: object) -> str:
-    """Returns in a few words what was passed: a number or text itself, cut where it is
-    long; a list or tuple with its length, or its only element; of anything else the
-    type."""
+    """Returns an argument in a few words: a number or text as `repr`, shortened; a list
+    or tuple of one element with that element (`a list of 'x'`), others with their length
+    (`a tuple of 3`); a class as `the class int`; anything else by its type (`a dict`)."""
     if isinstance(value, str) and not value:
         return "an empty string"
     if value is None or isinstance(value, str | numbers.Number):
@@ -164,10 +167,10 @@ def _value_in_words(value: object) -> str:
 
 
 def _with_article(noun: str) -> str:
-    """Returns a noun with `a` or `an`."""
+    """Returns a noun with `a`, or `an` where it begins with a vowel."""
     return f"{'an' if noun[:1] in 'AEIOUaeiou' else 'a'} {noun}"
 
 
 def _joined_with_or(words: list[str]) -> str:
-    """Returns words joined as in `a, b or c`; at least one."""
+    """Returns words joined as in `a, b or c`. `words`: at least one."""
     return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))

@@ -1,10 +1,10 @@
-"""What is computed: one attention call, with everything that defines its result.
+"""The input of an attention kernel: one call, with everything that defines its result.
 
 Shapes, throughout the project: q is [batch, heads, q_len, head_dim], k is [batch,
 kv_heads, kv_len, head_dim], v is [batch, kv_heads, kv_len, v_dim]. With grouped-query
-attention query head h reads kv head h // (heads // kv_heads). A case may hold some of a
-call's query rows alone (`restrict`): a row of attention depends on its own query and
-on no other."""
+attention query head h reads kv head h // (heads // kv_heads). A case may have some of a
+call's query rows alone (`restrict`): a row of attention depends on its own query and on
+no other."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ Places = slice | Tensor  # rows or keys of a case: a range, or int64 indices
 
 @dataclass(frozen=True, kw_only=True)
 class CaseRef:
-    """The name of a case: enough to find it again, and nothing that needs torch."""
+    """The name of a case and where it comes from: enough to open it again, without
+    torch."""
 
     case: str  # unique within one audit
     source: str = ""  # the checkpoint, configuration or file it came from
@@ -49,7 +50,8 @@ class CaseRef:
 
 
 class CaseChanges(TypedDict, total=False):
-    """Fields in which one call differs from another, for `dataclasses.replace`."""
+    """Fields of an AttentionCase by name, for `dataclasses.replace`: those in which one
+    call differs from another."""
 
     q: Tensor
     k: Tensor
@@ -79,7 +81,9 @@ AXES = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionCase:
-    """One attention call. Raises UsageError when its parts do not fit together."""
+    """One attention call. Raises UsageError for parts of wrong types, for shapes, dtypes
+    or devices that do not fit together, and for a size of 0. The tensors' values are not
+    checked: NaN and infinity may be among them."""
 
     ref: CaseRef
     q: Tensor
@@ -123,7 +127,7 @@ class AttentionCase:
 
     @property
     def kv_heads(self) -> int:
-        """Returns the number of key and value heads."""
+        """Returns the number of heads of k and of v."""
         return self.k.shape[1]
 
     @property
@@ -134,8 +138,8 @@ class AttentionCase:
 
     @property
     def q_len(self) -> int:
-        """Returns the number of queries: those in this case, where it has some of the
-        call's rows alone."""
+        """Returns the number of queries in this case; of a case with some rows of a call,
+        the number of these rows."""
         return self.q.shape[2]
 
     @property
@@ -145,7 +149,7 @@ class AttentionCase:
 
     @property
     def format(self) -> Format:
-        """Returns the working format: q, k and v hold values of it."""
+        """Returns the working format: that of the values in q, k and v."""
         return self.working or format_of(self.q.dtype)
 
     @property
@@ -160,15 +164,15 @@ class AttentionCase:
         return None if self.positions is None else self.positions.tolist()
 
     def rounded_to(self, fmt: Format) -> AttentionCase:
-        """Returns the same call with q, k, v (and an additive mask, sinks, grad_out)
-        rounded once to `fmt`; itself where all of these are stored in it already, and no
-        tensor requires a gradient.
+        """Returns the same call, without autograd, with q, k, v (and an additive mask,
+        sinks, grad_out) rounded once to `fmt`; itself where all of these are stored in it
+        already, and none requires a gradient.
 
-        Rounding is correct (`formats.round_to`). Bool masks stay. An additive one
-        saturates: the lowest finite number is how models write "hidden", and it must not
-        become -inf, which would change fully masked rows. A format that torch has no
-        dtype for is kept in float32, or float64 where float32 cannot hold it, with
-        `working` saying what it is. Strides stay (`strided_as`)."""
+        Rounding is correct (`formats.round_to`). Bool masks stay. An additive mask
+        saturates: models write "hidden" as the lowest number of the dtype, which becomes
+        the lowest of the new dtype and never -inf, which would change fully masked rows.
+        A format that torch has no dtype for is kept in float32, or float64 where float32
+        cannot hold it, with `working` saying what it is. Strides stay (`strided_as`)."""
         dtype, working = _storage_dtype(fmt)
         parts = (self.q, self.k, self.v, self.mask, self.sinks, self.grad_out)
         numbers = [x for x in parts if x is not None and x.dtype != torch.bool]
@@ -214,11 +218,15 @@ class AttentionCase:
         """Returns the same call restricted along some axes, by indices or slices; None:
         an axis stays as it is.
 
-        With `kv_heads` come all query heads that read them; with indices of query `heads`
-        a kv head of its own for each, a copy of the one it reads; with a slice of them
-        all kv heads, which must still be read in turn. `rows`: int64 indices of query
-        rows, ascending, each of which sees what it saw: dq is that of these rows, dk and
-        dv are sums over them alone. Raises UsageError for other rows."""
+        With `kv_heads` all query heads that read them stay, and `heads` is ignored. With
+        a list of query `heads` each gets a kv head of its own, a copy of the one it
+        reads. With a slice of query heads all kv heads stay, and head h reads kv head h
+        // (heads left / kv heads): the caller chooses slices for which that is right.
+        `rows`: int64 indices of the case's rows, ascending. Each row sees what it saw
+        before: dq is that of these rows, dk and dv are sums over them alone. Raises
+        UsageError for rows in another order, where nothing stays of an axis, and for
+        query heads that are no multiple of the kv heads; IndexError for an index that
+        does not exist."""
         if rows is not None:
             if rows.ndim != 1 or not bool((rows.diff() > 0).all()):
                 raise UsageError(
@@ -244,8 +252,8 @@ class AttentionCase:
         return dataclasses.replace(self, **parts, positions=at)
 
     def detached(self, device: str | None = None) -> AttentionCase:
-        """Returns the same call without autograd (a model's sinks are parameters), its
-        tensors on `device`; None: where they are."""
+        """Returns the same call without autograd, its tensors on `device`; None: where
+        they are. (A model's sinks are parameters.)"""
         values = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
         tensors: Any = {
             n: x.detach().to(device) for n, x in values if isinstance(x, Tensor)
@@ -254,8 +262,9 @@ class AttentionCase:
 
 
 def _storage_dtype(fmt: Format) -> tuple[torch.dtype, Format | None]:
-    """Returns the dtype for values of `fmt`, and the format itself where the dtype does
-    not say it, else None."""
+    """Returns the dtype in which values of `fmt` are stored, and None; where torch has no
+    dtype of `fmt`, the narrowest of float32 and float64 that has all its values, and
+    `fmt`."""
     try:
         return dtype_of(fmt), None
     except UsageError:
@@ -265,8 +274,8 @@ def _storage_dtype(fmt: Format) -> tuple[torch.dtype, Format | None]:
 
 def key_limits(case: AttentionCase) -> tuple[int | None, int | None]:
     """Returns (low, high): by causality, offset and window the query at position i sees
-    keys i + low to i + high. None where there is no limit; at most FAR, where a limit
-    hides all keys or none."""
+    keys i + low to i + high. None on a side without a limit. A limit is cut to -FAR to
+    FAR, where it hides all keys or none."""
     left, right = case.window or (None, None)
     ends = [0] * case.is_causal + ([] if right is None else [right])
     low = None if left is None else case.causal_offset - left
@@ -276,14 +285,14 @@ def key_limits(case: AttentionCase) -> tuple[int | None, int | None]:
 
 
 def key_range(case: AttentionCase, rows: slice) -> slice:
-    """Returns the keys that query rows [start, stop) can see at all by causality and
-    window; an empty range where there are none. `rows`: at least one."""
+    """Returns the keys that at least one of the query rows [start, stop) can see by
+    causality and window; an empty range where no key is seen. `rows`: at least one."""
     return keys_from(case, position_span(case, rows))
 
 
 def keys_from(case: AttentionCase, positions: slice) -> slice:
-    """Returns the keys that queries at positions [start, stop) of the call can see at all
-    by causality and window; an empty range where there are none."""
+    """Returns the keys that at least one query at positions [start, stop) of the call can
+    see by causality and window; an empty range where no key is seen."""
     low, high = key_limits(case)
     first = 0 if low is None else min(max(positions.start + low, 0), case.kv_len)
     last = case.kv_len if high is None else min(positions.stop + high, case.kv_len)
@@ -291,22 +300,22 @@ def keys_from(case: AttentionCase, positions: slice) -> slice:
 
 
 def position_span(case: AttentionCase, rows: slice) -> slice:
-    """Returns the positions from that of the first of these rows to one behind the
-    last's. `rows`: at least one."""
+    """Returns the range from the position of the first of these rows to one behind that
+    of the last. `rows`: at least one."""
     if case.places is None:
         return rows
     return slice(case.places[rows.start], case.places[rows.stop - 1] + 1)
 
 
 def visible(case: AttentionCase, rows: Places, keys: Places) -> Tensor | None:
-    """Returns which keys each row may attend to, from causality, window and mask
-    together: a bool tensor that broadcasts to [batch, heads, rows, keys], or None where
-    the case has none of these.
+    """Returns which keys each row may attend to, by causality, window and mask together:
+    a bool tensor that broadcasts to [batch, heads, rows, keys]; None where the case has
+    no causality, window or mask.
 
     Rows and keys are ranges, or int64 indices in any order. In an additive mask the
-    lowest number of its dtype means hidden: that is how models write it, and a row of
-    nothing else is a fully masked row, whose value is a convention. (-inf, added to a
-    score, hides by itself.)"""
+    lowest number of its dtype means hidden: models write it so, and a row of nothing else
+    is a fully masked row, whose value is a convention. A -inf counts as visible: added to
+    a score, it hides by itself."""
     shown = _visible_by_position(case, rows, keys)
     if case.mask is None:
         return shown
@@ -316,9 +325,9 @@ def visible(case: AttentionCase, rows: Places, keys: Places) -> Tensor | None:
 
 
 def empty_rows(case: AttentionCase) -> Tensor:
-    """Returns bool [batch, heads, q_len]: whether a row sees no key, by position, a bool
-    mask, or an additive one of -inf or its dtype's lowest number, so that a convention
-    decides its value. Sinks are no keys."""
+    """Returns bool [batch, heads, q_len]: whether a row sees no key, so that a convention
+    decides its value. Keys are hidden by position, by a bool mask, and by -inf or the
+    lowest number of its dtype in an additive mask. Sinks are no keys."""
     b, h, n = case.q.shape[:3]
     empty = torch.zeros(b, h, n, dtype=torch.bool, device=case.q.device)
     if case.mask is None and not case.restricts_positions:
@@ -335,17 +344,18 @@ def empty_rows(case: AttentionCase) -> Tensor:
 
 
 def additive(case: AttentionCase, rows: Places, keys: Places) -> Tensor | None:
-    """Returns the additive mask's block for these rows and keys, which broadcasts to
-    [batch, heads, rows, keys]; None when the case has none."""
+    """Returns the block of the additive mask for these rows and keys, which broadcasts to
+    [batch, heads, rows, keys]; None where the case has no mask or a bool one."""
     if case.mask is None or case.mask.dtype == torch.bool:
         return None
     return mask_block(case.mask, rows, keys)
 
 
 def explicit_mask(case: AttentionCase) -> Tensor | None:
-    """Returns causality, window and mask as one mask, for kernels that take no more than
-    that: bool (True: may attend) when nothing is additive, else the additive mask with
-    -inf where position hides a key. None where the case has none of these."""
+    """Returns causality, window and mask as one mask, for kernels that take a mask alone.
+    It is bool (True: may attend) without an additive mask, else the additive mask with
+    -inf where position hides a key. None where the case has no causality, window or
+    mask."""
     rows, keys = slice(0, case.q_len), slice(0, case.kv_len)
     added = additive(case, rows, keys)
     if added is None:
@@ -358,7 +368,7 @@ def _visible_by_position(
     case: AttentionCase, rows: Places, keys: Places
 ) -> Tensor | None:
     """Returns bool [rows, keys]: whether causality, offset and window let a row see a
-    key; None where the case has none of them."""
+    key; None without causality and window."""
     if not case.restricts_positions:
         return None
     device = case.q.device
@@ -376,13 +386,13 @@ def _visible_by_position(
 
 
 def mask_kind(mask: Tensor | None) -> Literal["none", "bool", "additive"]:
-    """Returns what a mask is to a kernel, as files and reports name it: `none`, `bool` or
-    `additive`."""
+    """Returns the kind of a mask, as files and reports name it: `none` for None, `bool`,
+    or `additive`."""
     return "none" if mask is None else "bool" if mask.dtype == torch.bool else "additive"
 
 
 def mask_block(mask: Tensor, rows: Places, keys: Places) -> Tensor:
-    """Returns a mask's block of these rows and keys; an axis of length 1, which
+    """Returns the block of a mask for these rows and keys. An axis of length 1, which
     broadcasts, stays as it is."""
     if mask.ndim >= 2 and mask.shape[-2] > 1:
         mask = mask[..., rows, :]
@@ -392,12 +402,13 @@ def mask_block(mask: Tensor, rows: Places, keys: Places) -> Tensor:
 def laid_out(
     layout: str, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the same [batch, heads, length, dim] tensors as views in one of these
-    layouts.
+    """Returns q, k and v, each [batch, heads, length, dim], with the same values in
+    another memory layout: copies, but for `contiguous`.
 
-    `contiguous`: as they are. `transposed`: [batch, length, heads, dim] in memory.
-    `packed`: slices of one tensor [batch, length, heads + 2 kv_heads, dim], as one
-    projection makes them. `strided`: every second number of the last dimension."""
+    `contiguous`: the tensors as they are. `transposed`, and any other name: [batch,
+    length, heads, dim] in memory. `packed`: slices of one tensor [batch, length, heads +
+    2 kv_heads, dim], as one projection makes them. `strided`: every second number of the
+    last dimension. Raises RuntimeError for `packed` where lengths or dims differ."""
     if layout == "contiguous":
         return q, k, v
     if layout == "strided":
@@ -411,18 +422,18 @@ def laid_out(
 
 
 def transposed(x: Tensor) -> Tensor:
-    """Returns a copy of the same shape [batch, heads, length, dim] that is [batch,
-    length, heads, dim] in memory."""
+    """Returns a copy of x [batch, heads, length, dim] with the same shape, which is
+    [batch, length, heads, dim] in memory."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def strided_as(x: Tensor, like: Tensor) -> Tensor:
-    """Returns `x` with the strides of `like`, which has its shape: a copy, or `x` itself
-    where it has them already.
+    """Returns `x` with the strides of `like`, which has the same shape: a copy, or `x`
+    itself where it has these strides already.
 
-    PyTorch keeps the order of the axes by itself, but closes the gaps of a slice (q, k, v
-    in one packed tensor). Where elements of `like` share memory (an expanded mask), `x`
-    is returned."""
+    PyTorch alone keeps the order of the axes, but closes the gaps of a slice (q, k, v in
+    one packed tensor). Where elements of `like` share memory (an expanded mask), `x` is
+    returned as it is."""
     # Of the axes of smaller strides: what meets the next stride may overlap with it
     reach = 0
     for stride, size in sorted(zip(like.stride(), like.shape, strict=True)):
@@ -437,8 +448,8 @@ def strided_as(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _problems(case: AttentionCase) -> Iterator[str]:
-    """Yields clauses on what is wrong with a case's parts; after the first the others may
-    be wrong themselves, or raise."""
+    """Yields clauses on what is wrong with a case's parts. Only the first counts: the
+    checks behind it may then be wrong themselves, or raise."""
     q, k, v, at = case.q, case.k, case.v, case.positions
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4 or 0 in x.shape:
@@ -490,8 +501,9 @@ def _problems(case: AttentionCase) -> Iterator[str]:
 
 
 def _mask_problems(case: AttentionCase, mask: Tensor) -> Iterator[str]:
-    """Yields clauses on what is wrong with a mask: its shape, then its dtype; nothing for
-    a mask of bool or floating-point numbers that broadcasts to [B, H, q_len, kv_len]."""
+    """Yields clauses on what is wrong with a mask: its shape, then its dtype. Nothing for
+    a mask of bool or floating-point numbers, of 1 to 4 axes, that broadcasts to [B, H,
+    q_len, kv_len]."""
     full = (*case.q.shape[:3], case.kv_len)
     padded = (1,) * (4 - mask.ndim) + tuple(mask.shape)
     fits = all(m in (1, f) for m, f in zip(padded, full, strict=False))

@@ -57,8 +57,9 @@ class Option:
 
 
 def _as_choice(value: object) -> object:
-    """Returns `NAME`, or {name: NAME, option: value, ...}, as the fields of a Choice; any
-    other value as it is, also a mapping with `options`."""
+    """Returns a name, or a mapping {name: NAME, option: value, ...}, as the fields of a
+    Choice (`name`, `options`). Other values, and a mapping with the key `options`, are
+    returned as they are."""
     if isinstance(value, str):
         return {"name": value}
     if isinstance(value, Mapping) and "name" in value and "options" not in value:
@@ -117,8 +118,8 @@ class CaseConfig(Strict):
 
     @model_validator(mode="after")
     def _fits_together(self) -> CaseConfig:
-        """Returns the case; raises ValueError where heads is no multiple of kv_heads, or
-        q, k and v that should be packed in one tensor differ in length or head_dim."""
+        """Returns the case. Raises ValueError where heads is no multiple of kv_heads, and
+        for the layout `packed` where q, k and v differ in length or head_dim."""
         if self.kv_heads and self.heads % self.kv_heads:
             what = (
                 f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})"
@@ -136,8 +137,8 @@ class CaseConfig(Strict):
 
 
 def _with_distinct_names(cases: tuple[CaseConfig, ...]) -> tuple[CaseConfig, ...]:
-    """Returns the cases; raises ValueError for two of one name, since tasks and rows name
-    a case by it."""
+    """Returns the cases, perhaps none. Raises ValueError for two of one name, since tasks
+    and rows name a case by it."""
     each_once(tuple(case.name for case in cases) or (None,))
     return cases
 
@@ -162,7 +163,7 @@ class Placed(Strict):
     @model_validator(mode="before")
     @classmethod
     def _null_is_the_default(cls, values: object) -> object:
-        """Returns a mapping without the keys that are null, so that these have their
+        """Returns a mapping without the keys that are null, which then take their
         defaults; any other value as it is."""
         if isinstance(values, Mapping):
             return {name: value for name, value in values.items() if value is not None}
@@ -266,8 +267,8 @@ class AuditRequest(AuditConfig):
 
 
 def _as_seeds(value: object) -> object:
-    """Returns a number of seeds N as the seeds 0 to N - 1; a list as it is. Raises
-    ValueError for fewer than 1 and more than MOST_SEEDS."""
+    """Returns a number N as the seeds 0 to N - 1; any other value (a list) as it is.
+    Raises ValueError for a number below 1 or above MOST_SEEDS."""
     if isinstance(value, int) and not isinstance(value, bool):
         if not 1 <= value <= MOST_SEEDS:
             raise ValueError(
@@ -318,8 +319,8 @@ class SweepRequest(SweepConfig):
     target: str
 
     def measured(self) -> dict[str, object]:
-        """Returns as plain data all fields that decide the numbers, and so whether a
-        finished task can be kept."""
+        """Returns the request as plain data without `title`, `x`, `y` and `keep`, which
+        change no measured number. A run continues only where this is the same."""
         return self.model_dump(mode="json", exclude={"title", "x", "y", "keep"})
 
 
@@ -375,8 +376,8 @@ class EffectsRequest(Reading):
 
 def effects_request(target: str, flags: Mapping[str, object]) -> EffectsRequest:
     """Returns the request of `numdev effects`. `target`: a checkpoint's path, the name of
-    a model in the local Hugging Face cache, or `demo`; `flags`: options by field, None or
-    () for those not on the command line. Raises UsageError for a target that does not
+    a model in the local Hugging Face cache, or `demo`; `flags`: options by field; None
+    and () mean that an option was not set. Raises UsageError for a target that does not
     exist, and for a wrong option."""
     name, path = Path(target).resolve().name, str(Path(target))
     if target == "demo" or not Path(target).exists():
@@ -431,9 +432,9 @@ class LogprobsRequest(Placed):
 def logprobs_request(
     files: Sequence[str], flags: Mapping[str, object]
 ) -> LogprobsRequest:
-    """Returns the request of `numdev logprobs` on one file or two. `flags`: options by
-    field, None or () for those not on the command line. Raises UsageError for another
-    number of files, and for a wrong option."""
+    """Returns the request of `numdev logprobs` on one file or two, which are not opened.
+    `flags`: options by field; None and () mean that an option was not set. Raises
+    UsageError for another number of files, and for a wrong option."""
     if not 1 <= len(files) <= 2:
         raise UsageError(f"logprobs: expected one file or two, got {len(files)}")
     paths = tuple(str(Path(file)) for file in files)
@@ -472,8 +473,8 @@ ONLY_ASKED = ("compiled",)
 
 
 def _checked_axis(name: str) -> str:
-    """Returns the name of an axis of invariance, one of AXES; raises ValueError for an
-    unknown one, which names the closest, or all where none is close."""
+    """Returns the name of an axis of invariance. Raises ValueError for a name that is not
+    in AXES; the message has the most similar one, or all where none is similar."""
     if name not in AXES:
         raise ValueError(f"there is no axis {name!r}; {closest(name, AXES)}")
     return name
@@ -513,16 +514,16 @@ class InvarianceRequest(InvarianceConfig):
 
     @property
     def axes_asked(self) -> tuple[str, ...]:
-        """Returns the axes that were asked for by name, those that are required among
-        them; empty where all are to be tested."""
+        """Returns the axes that were set by name, in `axes` or `require`, each once;
+        empty where all are to be tested."""
         return tuple(dict.fromkeys((*self.axes, *self.require)))
 
 
 def invariance_request(target: str, flags: Mapping[str, object]) -> InvarianceRequest:
     """Returns the request of `numdev invariance`: the fields of a YAML file, if the
-    target is one, and over them `flags` (options by field, None or () for those not on
-    the command line). Raises UsageError for a target that does not exist, and for a wrong
-    key or option."""
+    target is one, and over them `flags` (options by field; None and () mean that an
+    option was not set). Raises UsageError for a target that does not exist, and for a
+    wrong key or option."""
     name, fields = _target_fields(target, InvarianceConfig)
     return validated(
         {**fields, **_options_set(flags), "target": name}, InvarianceRequest, target
@@ -535,10 +536,10 @@ def audit_request(
     fields: Mapping[str, object] | None = None,
 ) -> AuditRequest:
     """Returns the request of `numdev audit`: the fields of `target`'s YAML file, if it is
-    one (None: configs/audit/default.yaml), and over them `flags` (options by field, None
-    or () for those not on the command line). `fields`: those of the target, where it is
-    in memory and no file. Raises UsageError for a target that does not exist, and for a
-    wrong key or option."""
+    one (None: configs/audit/default.yaml), and over them `flags` (options by field; None
+    and () mean that an option was not set). `fields`: the fields of a target in memory,
+    of which `target` is only the name; None: it is a path or a name. Raises UsageError
+    for a target that does not exist, and for a wrong key or option."""
     path = str(bundled_path("audit/default.yaml") if target is None else target)
     named = (
         (str(target), dict(fields))
@@ -553,9 +554,10 @@ def audit_request(
 def _target_fields(
     target: str, config: type[AuditConfig | InvarianceConfig]
 ) -> tuple[str, dict[str, object]]:
-    """Returns what a target is called, and the fields of a request that it gives: those
-    in a YAML file, else `checkpoint`; of a name that is no path, that of the model in the
-    local cache. Raises UsageError where there is none."""
+    """Returns a target's name, and the fields of a request that it sets. Those are the
+    fields in a YAML file; of another file or folder `checkpoint`; of a name that is no
+    path `checkpoint`, the folder in the local cache. Raises UsageError for a target that
+    does not exist, and for a wrong key of the file."""
     path = Path(target)
     if target == "demo":
         return "demo", {"checkpoint": "demo"}
@@ -569,9 +571,9 @@ def _target_fields(
 
 def sweep_request(path: Path, flags: Mapping[str, object]) -> SweepRequest:
     """Returns the request of `numdev sweep`: the fields of a YAML file, and over them
-    `flags` (options by field, None or () for those not on the command line).
-    `flags["seed"]`: where its seeds are counted from. Raises UsageError for a wrong key
-    or option."""
+    `flags` (options by field; None and () mean that an option was not set).
+    `flags["seed"]` replaces the file's seeds by as many from that number on. Raises
+    UsageError for a file that cannot be read, and for a wrong key or option."""
     asked = _options_set(flags)
     first = asked.pop("seed", None)
     config = read_yaml(path, SweepConfig)
@@ -582,8 +584,8 @@ def sweep_request(path: Path, flags: Mapping[str, object]) -> SweepRequest:
 
 
 def _cached_model(name: str) -> str:
-    """Returns the directory of a model of this name in the local cache of Hugging Face;
-    nothing is downloaded. Raises UsageError where it is not there."""
+    """Returns the folder of a model of this name in the local cache of Hugging Face;
+    nothing is downloaded. Raises UsageError where the cache does not have it."""
     hint = "give a checkpoint, a file of captured tensors, a YAML file, or `demo`"
     if near := similar_file(Path(name)):
         hint = f"did you mean {str(near)!r}?"
@@ -601,8 +603,8 @@ def _cached_model(name: str) -> str:
 
 
 def _is_path(name: str) -> bool:
-    """Whether `part/part` is a path that does not exist, and no model's name: its first
-    part is a folder, or its ending is a file's."""
+    """Whether `part/part` is rather the path of a missing file than a model's name: its
+    first part is a folder, it begins with `.` or `~`, or its ending is a file's."""
     path = Path(name)
     endings = "safetensors bin pt pth ckpt gguf onnx json jsonl yaml yml py txt html npz"
     is_file = path.suffix.lower().removeprefix(".") in endings.split()
@@ -610,8 +612,7 @@ def _is_path(name: str) -> bool:
 
 
 def _options_set(flags: Mapping[str, object]) -> dict[str, object]:
-    """Returns the options that were set, without those that are None or (): these were
-    not on the command line."""
+    """Returns the options that were set, by field: those that are neither None nor ()."""
     return {
         name: value for name, value in flags.items() if value is not None and value != ()
     }

@@ -1,5 +1,4 @@
-"""What can go wrong, said once: `what: expected X, got Y`, and a hint that says what to
-do.
+"""The errors of numdev. A message says `what: expected X, got Y`; a hint says what to do.
 
 Every error a user can cause or must know of is a `NumdevError`. `cli.main` is the only
 place that catches one; it prints a single line and exits with the class's code: 0 done or
@@ -35,7 +34,7 @@ class UsageError(NumdevError):
 
 
 class MeasurementError(NumdevError):
-    """The request is sound, and yet it could not be measured."""
+    """The request is sound, and yet the measurement failed."""
 
 
 class Refused(NumdevError):
@@ -44,8 +43,9 @@ class Refused(NumdevError):
 
 
 def one_line(error: BaseException) -> str:
-    """Returns the exception's class and the first line of its message, without a full
-    stop at its end; where its message raises, the class of that."""
+    """Returns an exception as `ValueError: first line of its message`, without a full
+    stop at the end; an empty message counts as its `repr`. Where `str(error)` raises, the
+    message is `its message raised KeyError`."""
     try:
         text = str(error).strip() or repr(error)
     except BaseException as another:
@@ -54,16 +54,16 @@ def one_line(error: BaseException) -> str:
 
 
 def first_line(text: str) -> str:
-    """Returns the first line that is not blank of what foreign code says, as a file can
-    hold it: no surrogates, and at most LONGEST_LINE characters. Empty for a text of
-    blanks alone."""
+    """Returns the first line that is not blank of a foreign text: at most LONGEST_LINE
+    characters, surrogates replaced by `?`. Empty for a text of blanks alone."""
     lines = text.strip().splitlines() or [""]
     return lines[0][:LONGEST_LINE].encode(errors="replace").decode()
 
 
 def similar_file(path: Path) -> Path | None:
-    """Returns the file or folder whose name is nearest to that of a path that does not
-    exist, in the same folder; None where none is near, or there is no such folder."""
+    """Returns the path in the folder of `path`, which does not exist, whose name is most
+    similar to that of `path`. None where none is similar (0.7 by difflib, with and
+    without suffix), or where the folder does not exist."""
     import difflib
 
     try:
@@ -78,8 +78,9 @@ def similar_file(path: Path) -> Path | None:
 
 
 def closest(name: str, candidates: Iterable[str]) -> str:
-    """Returns a hint that names the candidate nearest to `name`; where none is near all
-    of them, sorted, or `none`."""
+    """Returns a hint: `did you mean 'fa2'?` with the candidate most similar to `name`;
+    where none is similar `known: a, b`, all candidates in alphabetical order, or `known:
+    none`."""
     import difflib  # a millisecond that `--help` need not wait for
 
     words = sorted(candidates)

@@ -77,8 +77,8 @@ class Format:
         return math.ldexp(1.0, self.emin - self.precision + 1)
 
     def contains(self, other: Format) -> bool:
-        """Whether every value of `other`, infinities included, is a value of this
-        format."""
+        """Whether every value of `other`, infinities included, is a value of this format;
+        NaN is left out."""
         return (
             self.precision >= other.precision
             and self.largest >= other.largest
@@ -175,8 +175,8 @@ def format_of(dtype: torch.dtype) -> Format:
 @functools.cache
 def dtype_of(format: Format) -> torch.dtype:
     """Returns the torch dtype that stores exactly the values of `format`, whatever its
-    name: `e8m7` gives `torch.bfloat16`. Raises `UsageError` where torch has no such
-    dtype."""
+    name: `e8m7` gives `torch.bfloat16`. Raises `UsageError` where torch has no dtype of
+    these values (tf32)."""
     for name, dtype in _DTYPES.items():
         if FORMATS[name].contains(format) and format.contains(FORMATS[name]):
             return dtype
@@ -260,14 +260,14 @@ def ulp(x: torch.Tensor, format: Format) -> torch.Tensor:
 
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether no element of any tensor is NaN or infinite, by one wait for the device;
-    True for no tensors and for empty ones."""
+    """Whether no element of any tensor is NaN or infinite, by one wait for the device.
+    True for no tensors and for empty ones. `tensors`: as of `each_finite`."""
     return all(each_finite(tensors))
 
 
 def each_finite(tensors: Iterable[torch.Tensor]) -> list[bool]:
-    """Returns of each tensor whether none of its elements is NaN or infinite, by one wait
-    for the device; True for an empty one."""
+    """Returns for each tensor whether none of its elements is NaN or infinite, by one
+    wait for the device; True for an empty one. `tensors`: real, all on one device."""
     # PyTorch has no arithmetic in 8 bits
     wide = [x.detach() if x.element_size() > 1 else x.detach().float() for x in tensors]
     if not wide:
@@ -298,9 +298,9 @@ def _rounded(
     mode: RoundingMode,
     uniform: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Returns x rounded, in its dtype, which must hold the format: grid, then overflow,
-    then sign. `uniform`: of stochastic rounding, one number in [0, 1) per element; None:
-    of the other modes."""
+    """Returns x rounded, in its dtype, which must have all values of the format: grid,
+    then overflow, then sign. `uniform`: for stochastic rounding, one number in [0, 1) per
+    element; None for the other modes."""
     magnitude = x.abs()
     # To the format's spacing, as if the top binade went on for ever; exact but for the
     # rounding.
@@ -328,12 +328,12 @@ def _rounded(
 
 
 def _binade(magnitude: torch.Tensor, format: Format) -> torch.Tensor:
-    """Returns 2^e with 2^e <= magnitude < 2^(e+1), kept within the format's emin and
-    emax.
+    """Returns 2^e with 2^e <= magnitude < 2^(e+1), clamped to the format's 2^emin and
+    2^emax, as a new tensor.
 
     Reads the exponent field, so it is exact; log2 is not. Zero, and subnormals of the
-    dtype, have an empty field, which reads as 0.0 and is lifted to 2^emin; infinity and
-    NaN are lowered."""
+    dtype, have an empty field, which reads as 0.0 and becomes 2^emin; infinity and NaN
+    become 2^emax."""
     if magnitude.dtype == torch.float64:
         field = (magnitude.view(torch.int64) & 0x7FF0_0000_0000_0000).view(torch.float64)
     else:

@@ -1,5 +1,5 @@
-"""`check` of any function beside a reference: is it that, and as exact as its format
-allows? `numdev.testing.check_function` asserts it."""
+"""`check` of a function beside a reference: does it compute what the reference computes,
+as exactly as its format allows? `numdev.testing.check_function` asserts it."""
 
 from __future__ import annotations
 
@@ -79,18 +79,19 @@ def check_beside(
     computes, as exactly as its format allows. There is no tolerance: errors are held to
     what the reference errs itself where its operations are rounded.
 
-    `inputs`: a function of a seed that returns the arguments, or a list of argument
-    tuples; the path of a safetensors file of named arguments; None: normal numbers in
-    `shapes` (`x=256x1024,w=1024`). `formats`: to which floating-point arguments are
-    rounded; none: as they come (those of `shapes` in bfloat16). `backward`: whether
-    gradients are checked; None: where an argument of the first seed requires one.
-    `process`: what runs the function, if that is a name to import; None: it runs in this
-    process, before anything of the reference is computed. `power`: a tolerance, `1e-2`
-    or `rtol,atol`, of which is told how many wrong kernels it passes. `reproducers`: a
-    directory for the script of a failed check; None: none is written.
+    `inputs`: a function of a seed, which returns the arguments of one call, or those of
+    several calls in a list of tuples; or the path of a safetensors file of named
+    arguments; None: normal numbers in `shapes` (`x=256x1024,w=1024`). `seeds`: one seed,
+    or several, at least one. `formats`: to which floating-point arguments are rounded;
+    empty: as they come (those of `shapes` in bfloat16). `backward`: whether gradients are
+    checked; None: where an argument of the first seed requires one. `process`: runs a
+    function that is a name to import; None: this process does, before anything of the
+    reference is computed. `power`: a tolerance, `1e-2` or `rtol,atol`; the report then
+    says how many wrong kernels it passes. `reproducers`: a directory for the script of a
+    failed check; None: none is written.
 
-    Raises UsageError for wrong arguments, MeasurementError where the process does not
-    answer, and for rules made for another system."""
+    Raises UsageError for wrong arguments; MeasurementError where the process does not
+    answer, and where the rules were made for another system."""
     seeds = (seeds,) if isinstance(seeds, int) else tuple(seeds)
     if not seeds:
         raise UsageError("seeds: expected at least 1, got 0")
@@ -124,8 +125,9 @@ def _with_reproducer(
     rules: Rules,
     directory: str | Path | None,
 ) -> CheckResult:
-    """Returns a result with a script that shows its gravest finding, or among its notes
-    why there is none; one that passed, and any without a directory (None), as it is."""
+    """Returns a result with a script that shows its gravest finding; where no script can
+    be written, the reason is among its notes. A result that passed, and any without a
+    directory (None), is returned as it is."""
     if directory is None or result.passed:
         return result
     target, directory = parts[0].asked.name, Path(directory)
@@ -152,11 +154,12 @@ def check_problem(
 ) -> CheckResult:
     """Returns the result of a check whether the class ModelNew of a solution's file
     computes what the class Model of a problem's file computes, on its `get_inputs`, as
-    exactly as its format allows. `formats`: in which arguments and modules are; none: as
-    they are made. `backward`: whether gradients are checked. `process`: what runs the
-    solution; None: this process. `power`, `reproducers`: as of `check_beside`. Raises
-    UsageError for wrong arguments and files, MeasurementError where the process does not
-    answer, and for rules made for another system."""
+    exactly as its format allows. `formats`: those of arguments and modules; empty: as
+    they are made. `backward`: whether gradients are checked. `seeds`: one seed, or
+    several, at least one. `process`: runs the solution; None: this process does. `power`,
+    `reproducers`: as of `check_beside`. Raises UsageError for wrong arguments and files;
+    MeasurementError where the process does not answer, and where the rules were made for
+    another system."""
     seeds = (seeds,) if isinstance(seeds, int) else tuple(seeds)
     if not seeds:
         raise UsageError("seeds: expected at least 1, got 0")
@@ -196,11 +199,12 @@ def _modules(
     *,
     backward: bool,
 ) -> tuple[Callable[..., object], RunAll, ModuleBuild]:
-    """Returns the reference, what runs the solution, and how its module is made: both
-    with the same state, the problem's with what is all 0 or all 1 redrawn, where theirs
-    has the same names and shapes, else each with its own. Where they differ the
-    parameters are no arguments of the reference, and have no gradients. `build`: how a
-    module is made of a class."""
+    """Returns the reference, what runs the solution, and how the solution's module is
+    made. Where parameters and buffers of both have the same names and shapes, both get
+    the problem's values, of which tensors of only 0 or only 1 are drawn anew. Else each
+    has its own values; the parameters are then no arguments of the reference, and have no
+    gradients. `build`: how a module is made of a class. Raises UsageError where the
+    solution's class cannot be imported or made."""
     target = f"{solution}:{SOLUTION}"
     if process is not None:
         forms = _forms_in(process, target, build)
@@ -222,8 +226,8 @@ def _forms_in(
     process: FunctionProcess, target: str, build: ModuleBuild
 ) -> dict[str, list[int]]:
     """Returns the shapes of the parameters and buffers, by name, of the module that a
-    process makes; empty where it ends: its runs will say why. Raises UsageError where it
-    cannot make it."""
+    process makes. Empty where the process ends: its runs will say why. Raises UsageError
+    where the module cannot be made."""
     work = Work(target=target, draws=(), backward=False, build=build)
     try:
         [answer] = process.answers(work)
@@ -241,10 +245,11 @@ def judged_result(
     tolerance: tuple[float, float] | None = None,
     reproducers: str | Path | None = None,
 ) -> CheckResult:
-    """Returns the result of the runs, judged by the rules. `parts`: one for each format,
+    """Returns the result of runs, judged by the rules. `parts`: the runs in each format,
     at least one; `source`: further keys of the report's request; `tolerance`: rtol and
-    atol, to be told what they pass; `reproducers`: a directory for the script of a failed
-    check. Raises MeasurementError for rules made for another system."""
+    atol, of which the report says what they pass; `reproducers`: a directory for the
+    script of a failed check; None: none is written. Raises MeasurementError where the
+    rules were made for another system."""
     check_system(system.as_dict(), rules)
     asked = parts[0].asked
     request = {
@@ -263,9 +268,9 @@ def judged_result(
 def _result_of_report(
     report: FunctionReport, judgement: Judgement, not_run: Sequence[str]
 ) -> CheckResult:
-    """Returns the result of a check, its verdict in words; `passed`: whether the
-    judgement's outcome is PASSED. `not_run`: sentences of the report on what was not
-    run."""
+    """Returns the result of a check, its verdict in words. `passed` is whether the
+    judgement's outcome is PASSED. `not_run`: sentences among the report's on what was not
+    run; they go into `skipped`, all others into `notes`."""
     open_ones = (*not_run, *inputs_not_judged(report.inputs))
     return CheckResult(
         kernel=str(report.request["target"]),
@@ -282,17 +287,18 @@ def match(
     reference: Callable[..., object], *, thresholds: Thresholds = None
 ) -> Callable[[object, object], tuple[bool, str]]:
     """Returns a judge of single outputs, for task files that call one with a task's data
-    and the output of a submission: (data, output) -> (whether it is right, the verdict
-    in one line). `data` is a tuple of the reference's arguments, or anything else as its
-    only one; of a reference of one argument a tuple of several is that. The output alone
-    is judged, not what was written into the data. Raises UsageError for what are no
-    rules."""
+    and the output of a submission: (data, output) -> (whether the output is right, the
+    verdict in one line).
+
+    `data` is a tuple of the reference's arguments; anything else is its only argument,
+    and so is a tuple of several where the reference takes one argument. Only the output
+    is judged, not what was written into the data. Raises UsageError for wrong rules."""
     rules = rules_of(thresholds)
 
     def judge(data: object, output: object) -> tuple[bool, str]:
-        """Returns whether the output is what the reference computes of the data, and the
-        verdict in one line. Raises MeasurementError for rules made for another
-        system."""
+        """Returns whether the output is what the reference computes from the data, and
+        the verdict in one line; False where it cannot be judged. Raises MeasurementError
+        where the rules were made for another system."""
         whole = not isinstance(data, tuple) or (len(data) > 1 and takes_one(reference))
         arguments = (data,) if whole else data
         system = System.probe(_device_of(arguments))
@@ -316,9 +322,9 @@ def match(
 
 
 def takes_one(function: Callable[..., object]) -> bool:
-    """Whether a function takes exactly one argument without a default, in order, and no
-    more that have none; False where it takes any number of them (`*data`), and where its
-    signature cannot be read."""
+    """Whether a function has exactly one parameter without a default, and takes that by
+    position. False where it takes any number of arguments (`*data`), where it also needs
+    a keyword, and where its signature cannot be read."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -333,8 +339,8 @@ def takes_one(function: Callable[..., object]) -> bool:
 
 
 def _device_of(tree: object) -> str:
-    """Returns the type of the device of the first tensor in a tree; `cpu` without a
-    tensor."""
+    """Returns the type of the device (`cuda`) of the first tensor in a tree; `cpu`
+    without a tensor."""
     tensors = (x for x in tree_leaves(tree) if isinstance(x, Tensor))
     return next((x.device.type for x in tensors), "cpu")
 
@@ -345,9 +351,9 @@ def _runner(
     *,
     backward: bool,
 ) -> RunAll:
-    """Returns what runs the function on the draws of a plan: in `process` where the
-    function is a name to import and there is one, else in this process. `backward`: with
-    gradients. Raises UsageError for a name that this process is to import and cannot."""
+    """Returns what runs the function on the draws of a plan: `process` for the name of a
+    function, if there is one, else this process. `backward`: with gradients. Raises
+    UsageError for a name that this process cannot import."""
     if isinstance(function, str):
         if process is None:
             function = import_callable(function, "function")
@@ -360,8 +366,9 @@ def run_format(
     asked: Asked, run: RunAll, script: ScriptTarget | None = None
 ) -> FormatPart:
     """Runs the function on all calls, before anything of the reference is computed, and
-    returns both; where a result is few numbers, and with `asked.again`, those of a
-    second run, of DRAWS draws for each call. `script`: how a script gets the function."""
+    returns its runs with their plan. Where a result has few numbers, and with
+    `asked.again`, it runs again on DRAWS draws for each call, and only these runs are
+    returned. `script`: how a script gets the function."""
     plan = planned(asked)
     outputs = run(plan.draws)
     if asked.again and is_few(outputs, plan):
@@ -376,7 +383,8 @@ def _wants_gradients(calls: Sequence[Arguments]) -> bool:
 
 
 def _unseen(calls: Sequence[Arguments]) -> list[str]:
-    """Returns sentences on tensors in arguments that numdev does not look into."""
+    """Returns a sentence for each dataclass among the inputs that has tensors: numdev
+    does not look into it."""
     names = dict.fromkeys(name for call in calls for name in call.unseen())
     return [
         f"Tensors in {name}, a dataclass among the inputs, come as they are: they are "
@@ -386,9 +394,9 @@ def _unseen(calls: Sequence[Arguments]) -> list[str]:
 
 
 def _formats_to_check(names: str | Sequence[str], inputs: object) -> list[Format | None]:
-    """Returns the formats to round arguments to, None for arguments as they come.
-    Without `names`: as they come, or bfloat16 where `inputs` is None. Raises UsageError
-    for an unknown name."""
+    """Returns the formats that arguments are rounded to, in order; None stands for
+    arguments as they come. Without `names`: None alone, or bfloat16 where `inputs` is
+    None. Raises UsageError for an unknown name."""
     asked = (names,) if isinstance(names, str) else tuple(names)
     if not asked:
         return [None if inputs is not None else format_named("bfloat16")]
@@ -396,8 +404,9 @@ def _formats_to_check(names: str | Sequence[str], inputs: object) -> list[Format
 
 
 def rules_of(thresholds: Thresholds) -> Rules:
-    """Returns the rules of a gate file or of its content; None: those for functions.
-    Raises UsageError, naming the key, for what are no rules."""
+    """Returns the rules of a gate file or of its content; None: the default rules for
+    functions. Raises UsageError, which names the key, for wrong rules and for a file that
+    cannot be read."""
     if thresholds is None:
         return default_rules_for_functions()
     if isinstance(thresholds, Mapping):
@@ -406,8 +415,9 @@ def rules_of(thresholds: Thresholds) -> Rules:
 
 
 def _verdict_lines(report: FunctionReport) -> list[str]:
-    """Returns a line with the verdict in each format, then the sentences of findings
-    that are no notes; NOTHING where there is neither."""
+    """Returns a line with the verdict in each format, `PASS mine (bfloat16): ...`, then
+    the sentences of findings that are no notes; NOTHING alone without verdicts and
+    findings."""
     lines = [
         f"{verdict.outcome.word} {verdict.kernel} ({verdict.format})"
         + (f": {verdict.reason}" if verdict.reason else "")

@@ -1,4 +1,4 @@
-"""Things in groups."""
+"""A sequence in groups by a key."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ K = TypeVar("K")
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """Returns the items by `key(item)`: both keys and items in the order they first
-    came."""
+    """Returns lists of the items by `key(item)`, which must be hashable. Keys, and the
+    items of a list, are in the order in which they first came. Empty without items."""
     groups: defaultdict[K, list[T]] = defaultdict(list)
     for item in items:
         groups[key(item)].append(item)

@@ -47,9 +47,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Makes one test for each case of the marker, or of the default set, of a test that
-    takes `numdev_case`. Values of the marker are taken unchecked, as they are; other
-    tests stay."""
+    """Makes one test for each case of the marker `numdev_cases`, or without one of the
+    default set, of a test function that takes the argument `numdev_case`. The marker's
+    values are passed on unchecked. Other test functions are left alone."""
     if CASE not in metafunc.fixturenames:
         return
     marker = metafunc.definition.get_closest_marker("numdev_cases")
@@ -69,13 +69,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def attention_check(
     request: pytest.FixtureRequest, tmp_path: Path
 ) -> Callable[..., CheckResult]:
-    """Returns `numdev.check_attention`, with reproducers in the test's own temporary
-    directory, the gate file of --numdev-thresholds, and a report where --numdev-report
-    says."""
+    """Returns a function like `numdev.check_attention`. Its defaults: reproducers in the
+    test's temporary directory, the gate file of --numdev-thresholds. With --numdev-report
+    it also writes the report."""
 
     def check(function: Callable[..., object], **options: Any) -> CheckResult:
-        """Returns the result of the check; raises CheckFailed unless it passed.
-        `options`: those of `numdev.check`."""
+        """Returns the result of the check of a function. Raises CheckFailed unless it
+        passed, and what `numdev.check` raises. `options`: those of `numdev.check`."""
         __tracebackhide__ = True
         from numdev.testing import CheckFailed
         from numdev.testing import check as checked
@@ -93,8 +93,9 @@ def attention_check(
 
 
 def _write_report(result: CheckResult, request: pytest.FixtureRequest) -> None:
-    """Writes the report into a new folder below --numdev-report, named by the test;
-    nothing where that option is not set."""
+    """Writes a check's report into a new folder in that of --numdev-report, which is
+    made: the test's id and a number (`test_a.py-test_x-1`). Writes nothing without that
+    option."""
     parent = request.config.getoption("--numdev-report")
     if parent is None:
         return

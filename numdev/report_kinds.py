@@ -1,7 +1,7 @@
 """The kinds of reports, and what each brings: the one place where a study is registered.
 
-A kind lives in its own folder. All else (reading, judging, comparing, showing) asks here,
-and knows none by name. What a kind brings needs neither torch nor a GPU."""
+A kind lives in its own folder. All other code (reading, judging, comparing, showing) asks
+here, and knows no kind by name. What a kind brings needs neither torch nor a GPU."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ REGISTERED: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Judged(Generic[R]):
-    """How reports of a kind are held to rules. All are pure functions of the report, and
-    read its plan and rows, never its summary."""
+    """How reports of a kind are judged by rules. All functions are pure: they read a
+    report's plan and rows, never its summary."""
 
     check: Callable[[R], None]
     """Raises MeasurementError for a report that contradicts its plan, or itself."""
@@ -76,16 +76,16 @@ class Kind(Generic[R]):
 
 
 def kind_of(name: str) -> Kind[Any]:
-    """Returns a registered kind of reports, and imports its module. Raises KeyError for
-    another name."""
+    """Returns the kind of reports of a name in REGISTERED, and imports its module. Raises
+    KeyError for another name."""
     module, _, attribute = REGISTERED[name].partition(":")
     kind: Kind[Any] = getattr(importlib.import_module(module), attribute)
     return kind
 
 
 def judged_by(name: str) -> Judged[Any]:
-    """Returns how reports of a registered kind are judged. Raises UsageError for a kind
-    that is not judged."""
+    """Returns how reports of a kind, by its name in REGISTERED, are judged. Raises
+    UsageError for a kind that is not judged, KeyError for an unknown name."""
     judged = kind_of(name).judged
     if judged is None:
         raise UsageError(f"expected a report that is judged, got one of {name}")

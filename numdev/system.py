@@ -38,7 +38,8 @@ _MODULE = r"Kernel Module(?: for \S+)? +(\d[\d.]*)"
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """What this machine is. Plain data: comparable, printable, storable in a report."""
+    """The machine and its software. Plain data: comparable, printable, storable in a
+    report."""
 
     device: str  # `cpu` or `cuda`: where kernels run
     gpu: str | None = None
@@ -63,9 +64,9 @@ class System:
 
     @classmethod
     def probe(cls, device: str = "auto") -> System:
-        """Returns a snapshot of this machine. `device`: `auto` (the GPU if there is one),
-        `cpu` or `cuda`. Raises UsageError for another name, and for `cuda` where there is
-        no CUDA device."""
+        """Returns a snapshot of this machine. `device`: `auto` (cuda if there is a GPU,
+        else cpu), `cpu` or `cuda`. Raises UsageError for another name, and for `cuda`
+        where there is no CUDA device."""
         import torch
         from torch.nn.attention import current_flash_attention_impl
 
@@ -91,15 +92,15 @@ class System:
         )
 
     def as_dict(self) -> dict[str, object]:
-        """Returns the snapshot as a report records it: of the packages, those that matter
-        to every audit."""
+        """Returns the snapshot as plain data for a report, with RECORDED_PACKAGES alone
+        of the packages."""
         recorded = {n: v for n, v in self.packages.items() if n in RECORDED_PACKAGES}
         return {**asdict(self), "packages": recorded}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Requirement:
-    """What a kernel needs of a system. Unset fields ask for nothing."""
+    """What a kernel needs of a system. A field that is None needs nothing."""
 
     device: str | None = None
     capability: tuple[int, int] | None = None
@@ -107,8 +108,9 @@ class Requirement:
     devices: int | None = None  # how many CUDA devices
 
     def missing(self, system: System) -> str | None:
-        """Returns the first thing that `system` lacks, as a clause; None when nothing is
-        missing."""
+        """Returns the first thing that `system` lacks, as a clause (`needs CUDA, but this
+        run is on CPU`); None where nothing is missing. Checked in order: number of
+        devices, device, compute capability, package."""
         actual = f"but this run is on {system.device.upper()}"
         if self.devices and system.devices < self.devices:
             return f"needs {self.devices} CUDA devices, found {system.devices}"
@@ -127,9 +129,9 @@ class Requirement:
 
 
 def visible_gpus() -> list[str]:
-    """Returns the GPUs that PyTorch sees here, by the names CUDA_VISIBLE_DEVICES has for
-    them; empty without one. No part of a `System`: of several equal ones a process
-    computes on one, whichever it is."""
+    """Returns the GPUs that PyTorch sees, by their names in CUDA_VISIBLE_DEVICES, without
+    that variable `0`, `1` and so on; empty without a GPU. This is no part of a `System`:
+    of several equal GPUs a process computes on any one."""
     import torch
 
     count = torch.cuda.device_count()
@@ -139,8 +141,8 @@ def visible_gpus() -> list[str]:
 
 @functools.cache
 def _installed_packages() -> dict[str, str]:
-    """Returns the versions of installed distributions by normalised name, sorted by name;
-    an empty version where it is not known."""
+    """Returns the versions of installed distributions by normalised name, in alphabetical
+    order; an empty version where it is not known. Read once for a process."""
     # Whose `metadata` would be parsed as a mail
     files = importlib.metadata.distributions()
     texts = (d.read_text("METADATA") or d.read_text("PKG-INFO") or "" for d in files)
@@ -164,9 +166,9 @@ Switch = tuple[Callable[[], object], Callable[[Any], object]]  # reads it, and s
 
 @functools.cache
 def switches() -> Mapping[str, Switch]:
-    """Returns the switches of torch that change what a kernel computes, by name: the
-    function that reads one, and the one that sets it. (What TF32 a matrix product may use
-    is read from `float32_matmul_precision`; PyTorch sets both together.)"""
+    """Returns the settings of torch that change what a kernel computes, by name: the
+    function that reads one, and the function that sets it. (Whether a matrix product may
+    use TF32 is read from `float32_matmul_precision`; PyTorch sets both together.)"""
     import torch
 
     def of(owner: object, name: str) -> Switch:
@@ -196,9 +198,9 @@ def switches() -> Mapping[str, Switch]:
 
 
 def _gpu_fields() -> dict[str, Any]:
-    """Returns the fields of a `System` on the CUDA device, by name: `device`, model,
-    compute capability, processors, number of devices, and the versions of driver, CUDA
-    and cuDNN, None where one is not known."""
+    """Returns the fields of a `System` that describe the current CUDA device, by name:
+    `device`, `gpu` (model), `capability`, `processors`, `devices` (how many), and the
+    versions `driver`, `cuda` and `cudnn`, None where one is not known."""
     import torch
 
     cudnn = torch.backends.cudnn.version()
@@ -216,8 +218,8 @@ def _gpu_fields() -> dict[str, Any]:
 
 
 def _first_match(path: Path, pattern: str) -> str | None:
-    """Returns the first match of a pattern's group in a file of `/proc`; None without
-    one, and where the file cannot be read."""
+    """Returns the first group of the first match of a pattern in a file of `/proc`; None
+    without a match, and where the file cannot be read."""
     with contextlib.suppress(OSError):
         match = re.search(pattern, path.read_text(errors="replace"), re.MULTILINE)
         return match[1] if match else None

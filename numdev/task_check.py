@@ -1,5 +1,5 @@
 """`check` of a submission beside its task's reference, and of a solution beside its
-definition's. Their files are code, which is run."""
+definition's. Their files are Python code, and are executed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ from numdev.testing import CheckResult, Thresholds
 
 
 class BuildMetadata(Protocol):
-    """How flashinfer-bench calls a solution that it has built."""
+    """How flashinfer-bench calls a solution that it has built: whether it passes memory
+    for the outputs."""
 
     destination_passing_style: bool
 
@@ -80,13 +81,14 @@ def check_task(
     computes what `ref_kernel` of a task's folder computes, as exactly as its formats
     allow, on inputs of `generate_input`.
 
-    The smaller of the task's tests run, of `shapes` (`m=64,n=32`) that call alone. On a
-    CPU "cuda" in these files means the CPU, so that other numbers are drawn than on a
-    GPU. `seeds`: added to the tests' own. `process`: what runs the submission; None: this
-    process. `power`, `reproducers`: as of `check_beside`. Raises UsageError for wrong
-    arguments and files, for tasks of several GPUs and those that judge outputs by their
-    properties, and where all tests are too large; MeasurementError for rules made for
-    another system."""
+    Runs the smaller of the task's tests, or with `shapes` (`m=64,n=32`) one call of these
+    sizes alone. On a CPU "cuda" in these files means the CPU, so that other numbers are
+    drawn than on a GPU. `seeds`: added to the tests' own. `process`: runs the submission;
+    None: this process does. `power`, `reproducers`: as of `check_beside`. Raises
+    UsageError for wrong arguments and files, for tasks of several GPUs and those that
+    judge outputs by their properties, and where all tests are too large; MeasurementError
+    where the process does not answer, and where the rules were made for another
+    system."""
     seeds = _seeds(seeds)
     tolerance = None if power is None else parsed_tolerance(power)
     system = System.probe(device)
@@ -139,10 +141,12 @@ def check_definition(
 
     `inputs`: a file of workloads (.jsonl), of which the first SHOWN are run; or a
     function of a seed, or a safetensors file, as of `check_beside`; None: normal numbers,
-    variable axes as in `shapes` (`M=64,N=32`). `seeds`: of these numbers. `process`,
-    `power`, `reproducers`: as of `check_beside`. Raises UsageError for wrong arguments
-    and files, for solutions that need a build, and for inputs whose meaning a definition
-    does not tell; MeasurementError for rules made for another system."""
+    with the definition's variable axes as in `shapes` (`M=64,N=32`). `seeds`: one seed of
+    random inputs, or several, at least one. `process`, `power`, `reproducers`: as of
+    `check_beside`. Raises UsageError for wrong arguments and files, for solutions that
+    need a build, and for inputs whose meaning a definition does not tell;
+    MeasurementError where the process does not answer, and where the rules were made for
+    another system."""
     seeds = _seeds(seeds)
     tolerance = None if power is None else parsed_tolerance(power)
     system = System.probe(device)
@@ -180,8 +184,9 @@ def check_definition(
 
 
 def _unpacked(solution: str, folder: Path) -> tuple[str, bool]:
-    """Returns the target `FILE.py:NAME` of a solution, whose sources are written into a
-    folder where it is JSON; and whether it gets memory for its outputs."""
+    """Returns the target `FILE.py:NAME` of a solution, and whether it is called with
+    memory for its outputs. Of a JSON file the sources are written into a folder; any
+    other target is returned as it is, with False. Raises UsageError for a wrong file."""
     if not solution.endswith(".json"):
         return solution, False
     form = read_solution(Path(solution))
@@ -189,13 +194,14 @@ def _unpacked(solution: str, folder: Path) -> tuple[str, bool]:
 
 
 def _script_of(target: str, around: DefinitionSurroundings, folder: Path) -> ScriptTarget:
-    """Returns how a script gets a solution, whose sources are in `folder` where it came
-    as JSON."""
+    """Returns how a reproducer script gets a solution. `folder`: has its sources, where
+    it came as JSON."""
     path, _, name = target.rpartition(":")
     read = around.definition
 
     def memory(arguments: Arguments) -> Sequence[Tensor]:
-        """Returns memory for the outputs of a call."""
+        """Returns memory for the outputs of a call; empty where the solution returns
+        them."""
         inputs = in_order(read, arguments.positional, arguments.named)
         return around.memory(inputs) if around.passes_outputs else ()
 
@@ -213,8 +219,9 @@ def _script_of(target: str, around: DefinitionSurroundings, folder: Path) -> Scr
 def _reference(
     definition: Definition, around: DefinitionSurroundings, folder: Path
 ) -> Callable[..., object]:
-    """Returns a definition's reference, which takes its inputs by place or name and
-    returns its outputs by name. Raises UsageError where its code cannot be run."""
+    """Returns a definition's reference, a function that takes its inputs by place or by
+    name and returns its outputs by name. Raises UsageError where its code cannot be
+    run."""
     plain = Surroundings(folder=str(folder), modules=(), device=around.device)
     run = plain.function_at(reference_of(definition, folder))
 
@@ -232,8 +239,10 @@ def _calls(
     reference: Callable[..., object],
     device: str,
 ) -> tuple[Make, Sequence[str], Sequence[str]]:
-    """Returns what makes the calls of a seed, the names of these, and a sentence on
-    workloads that are not run. Raises UsageError for inputs and shapes together."""
+    """Returns what makes the calls of a seed, the names of the calls (empty: they have
+    none), and sentences on workloads that are not run. Raises UsageError for inputs and
+    shapes together, for a wrong file, and for an axis that the definition does not
+    have."""
     if inputs is not None and shapes:
         raise UsageError(
             "inputs: expected a function, a file or shapes, got two of these"
@@ -256,8 +265,8 @@ def _calls(
 
 
 def _axes(shapes: str) -> dict[str, tuple[int, ...]]:
-    """Returns the sizes of axes in `M=64,N=32`, each a tuple of one; none in an empty
-    text. Raises UsageError for another form."""
+    """Returns the sizes of axes in `M=64,N=32` by name, each a tuple of one; empty for an
+    empty text. Raises UsageError for another form."""
     sizes = parsed_shapes(shapes) if shapes else {}
     for name, size in sizes.items():
         if len(size) != 1:
@@ -266,7 +275,8 @@ def _axes(shapes: str) -> dict[str, tuple[int, ...]]:
 
 
 def _seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
-    """Returns seeds, or a single one, as a tuple in order. Raises UsageError for none."""
+    """Returns one seed, or several in their order, as a tuple. Raises UsageError for an
+    empty sequence."""
     every = (seeds,) if isinstance(seeds, int) else tuple(seeds)
     if not every:
         raise UsageError("seeds: expected at least 1, got 0")
@@ -274,8 +284,8 @@ def _seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def _runner(target: str, around: Surroundings, process: FunctionProcess | None) -> RunAll:
-    """Returns what runs a target in its surroundings on the draws of a plan: in a process
-    of its own if there is one, else here."""
+    """Returns what runs a target in its surroundings on the draws of a plan, without
+    gradients: `process`, or this process where that is None."""
     if process is not None:
         return in_process(process, target, backward=False, surroundings=around)
     return functools.partial(run_all, around.function_at(target), backward=False)
@@ -286,14 +296,15 @@ def output_judge(
 ) -> Callable[[Sequence[object], object], tuple[bool, str]]:
     """Returns a judge of outputs beside a definition's reference, whose source is run:
     (inputs in order, outputs) -> (whether they are right, the verdict in one line).
-    Raises UsageError for a file that is none, and for what are no rules."""
+    Raises UsageError for a file that is no definition, and for wrong rules."""
     read = definition
     if not isinstance(read, Definition):
         read = read_definition(Path(read))
     rules_of(thresholds)
 
     def judge(inputs: Sequence[object], outputs: object) -> tuple[bool, str]:
-        """Returns whether outputs are what the reference computes, and the verdict."""
+        """Returns whether outputs (one, a tuple in order, or a mapping by name) are what
+        the reference computes from the inputs, and the verdict in one line."""
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         device = tensors[0].device.type if tensors else "cpu"
         with tempfile.TemporaryDirectory() as place:
@@ -314,10 +325,11 @@ def bench_correctness(
     log_path: str,
     device: str,
 ) -> tuple[object, object]:
-    """Returns correctness and evaluation (None: passed) as flashinfer-bench's evaluators
-    do, of a solution on several inputs, as far as the first that fails or is wrong; a
-    solution that raises has no correctness. The inputs are not changed. `definition`,
-    `solution`: that package's."""
+    """Returns correctness and evaluation of a solution, as flashinfer-bench's evaluators
+    do. It runs on one tuple of inputs after another, up to the first on which it raises
+    or its outputs are wrong. Where it passes all, the evaluation is None; where it
+    raises, the correctness is None. Each run gets copies of the inputs. `definition`,
+    `solution`: objects of that package. Raises ImportError without flashinfer-bench."""
     make_eval = importlib.import_module("flashinfer_bench.bench.utils").make_eval
     data = importlib.import_module("flashinfer_bench.data")
     read = Definition.model_validate(definition.model_dump(mode="json"))

@@ -1,8 +1,8 @@
 """Temporary files and folders of which none stays, even where their process was killed.
 
-Each is locked by the process that writes it, for as long as that lives; `remove_stale`
-removes those of this kind that nobody has locked. It runs before the next one is made in
-the same place."""
+The process that writes one locks it for as long as the process lives. `remove_stale`
+removes those that no process has locked; it runs before the next one is made in the same
+place."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ SUFFIX = ".unfinished"
 
 @contextmanager
 def unfinished_file(path: Path) -> Iterator[Path]:
-    """Yields an empty file in the folder of `path`, which must exist; it takes the name
-    `path` at the end. After an exception it is removed, and an older file stays."""
+    """Yields the path of a new, empty file in the folder of `path`. At the end it takes
+    the name `path` (mode 644), in place of an older file. After an exception it is
+    removed, and an older file stays. Raises OSError where the folder does not exist or
+    cannot be written to."""
     remove_stale(path.parent)
 
     def create() -> str:
@@ -48,8 +50,9 @@ def unfinished_file(path: Path) -> Iterator[Path]:
 def temporary_folder(
     parent: Path | None = None, prefix: str = "numdev-"
 ) -> Iterator[Path]:
-    """Yields an empty folder, in the system's place for temporary ones or in `parent`,
-    which is removed at the end unless it was renamed. Its name begins with `prefix`."""
+    """Yields the path of a new, empty folder in `parent`, which must exist (None: the
+    system's place for temporary files). Its name begins with `prefix`. It is removed at
+    the end unless it was renamed. Raises OSError where it cannot be made."""
     place = Path(tempfile.gettempdir()) if parent is None else parent
     remove_stale(place, prefix)
     with _locked_path(lambda: tempfile.mkdtemp(SUFFIX, prefix, place)) as path:
@@ -60,8 +63,9 @@ def temporary_folder(
 
 
 def remove_stale(place: Path, prefix: str = ".") -> None:
-    """Removes what killed processes left in a directory: names from `prefix` to SUFFIX
-    that no process has locked. What cannot be opened, such as another user's, stays."""
+    """Removes from a directory what killed processes left: files and folders named
+    `prefix`...SUFFIX that no process has locked. What cannot be opened, such as another
+    user's, and symbolic links stay; on Windows all do."""
     for path in place.glob(f"{glob.escape(prefix)}*{SUFFIX}"):
         # It is another user's, or another process was faster
         with contextlib.suppress(OSError):
@@ -79,8 +83,9 @@ def remove_stale(place: Path, prefix: str = ".") -> None:
 
 @contextmanager
 def _locked_path(create: Callable[[], str]) -> Iterator[Path]:
-    """Yields the file or folder that `create` makes and whose name it returns, locked
-    until the end."""
+    """Yields the path of a new file or folder, locked until the end. `create` makes it
+    and returns its name; it is called again where another process removed it before it
+    was locked."""
     while True:
         path = Path(create())
         handle = os.open(path, os.O_RDONLY)
@@ -102,8 +107,9 @@ def _is_still_at(handle: int, path: Path) -> bool:
 
 
 def _try_lock(handle: int, *, wait: bool) -> bool:
-    """Whether the open file was locked; with `wait` False, at once. False where another
-    process has it, and on file systems without locks, where nothing is stale."""
+    """Locks an open file until it is closed, and returns whether that succeeded. `wait`:
+    waits for another process that has it; else False at once. False on Windows and on
+    file systems without locks."""
     if sys.platform == "win32":
         return False
     with contextlib.suppress(OSError):

@@ -1,5 +1,5 @@
-"""Tensors of operations by name: what those must know of one who judge and report it;
-and the words for an operation.
+"""The properties of an operation's tensors by name, for code that judges and reports
+them; and the words for an operation.
 
 Metrics, rules and reports name no tensor; they ask `tensor_spec`. An operation adds its
 tensors to `TENSORS`. Of any other name a gradient ends in `_grad` (`x_grad` is the
@@ -15,7 +15,7 @@ GRADIENT = "_grad"
 
 @dataclass(frozen=True, kw_only=True)
 class Words:
-    """What sentences call an operation, and what is part of it."""
+    """The nouns by which sentences call an operation and its parts."""
 
     operation: str = "function"
     unit: str = "result"  # of which each has its own metrics
@@ -35,8 +35,8 @@ ATTENTION_WORDS = Words(
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """An output of an operation, or a gradient. Metrics are of one of its units at a
-    time (of attention, a head), and sum over its rows."""
+    """The properties of an output of an operation, or of a gradient. Metrics are computed
+    for one unit of it at a time (of attention, a head), over its rows."""
 
     name: str
     of_input: str | None = None
@@ -55,24 +55,25 @@ class TensorSpec:
 
     @property
     def has_floor(self) -> bool:
-        """Whether it is measured against the rounding of its format; False for one that
-        only comes with an output, as the log-sum-exp."""
+        """Whether the tensor's error is compared with the rounding of its format. False
+        for one that only comes with an output, as the log-sum-exp."""
         return self.beside is None
 
     @property
     def is_gradient(self) -> bool:
-        """Whether it is the gradient with respect to an input."""
+        """Whether the tensor is the gradient with respect to an input."""
         return self.of_input is not None
 
     @property
     def is_output(self) -> bool:
-        """Whether it is a result that is measured against its format: no gradient, and no
-        log-sum-exp."""
+        """Whether the tensor is a result whose error is compared with its format: no
+        gradient, and no log-sum-exp."""
         return self.of_input is None and self.beside is None
 
     @property
     def in_words(self) -> str:
-        """Returns what sentences call it: its words, else its name."""
+        """Returns what sentences call the tensor: `words`, or its name where these are
+        empty."""
         return self.words or self.name
 
 
@@ -91,8 +92,8 @@ TENSORS = {spec.name: spec for spec in ATTENTION}
 
 
 def tensor_spec(name: str) -> TensorSpec:
-    """Returns the properties of a tensor by its name. An unknown name that ends in
-    `_grad` is a gradient, any other an output."""
+    """Returns the properties of the tensor of this name. A name that is not in TENSORS is
+    a gradient if it ends in `_grad` (of the input before that), else an output."""
     if name in TENSORS:
         return TENSORS[name]
     is_gradient = name.endswith(GRADIENT)

@@ -1,5 +1,5 @@
-"""`check`: an audit of small cases with a verdict; and `check_attention`, which asserts
-it."""
+"""`check`: an audit of small cases with a verdict. `check_attention` and `check_function`
+raise CheckFailed for any verdict but PASS."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ SECONDS = 3.0  # how long a finding is made smaller: somebody waits for the test
 
 @dataclass(frozen=True, kw_only=True)
 class CheckResult:
-    """What a check found. As a string, its sentences."""
+    """The result of a check. As a string, its verdict and findings in sentences, filled
+    to WIDTH."""
 
     # `module:function`, where it can be imported as that; else the function's name
     kernel: str
@@ -77,7 +78,8 @@ class CheckResult:
 
     @property
     def verdict(self) -> str:
-        """Returns `PASS`, `FAIL`, or `NOT JUDGED`, which is no pass."""
+        """Returns `PASS`; `FAIL` where a limit is exceeded or an axis of `invariant`
+        changes bits; else `NOT JUDGED`, which is no pass."""
         if self.passed:
             return "PASS"
         return (
@@ -88,8 +90,9 @@ class CheckResult:
 
     @property
     def in_short(self) -> str:
-        """Returns a check in one line: what was tested, or the first thing that is wrong,
-        or why it was not measured. Control characters are spelled out."""
+        """Returns the result in one line: of a check that passed what was tested and the
+        rules; else the first finding; without a finding `not measured: ` and why. Control
+        characters are escaped."""
         if self.passed:
             return f"{_tested_in_words(self.report)}; rules: {self.judgement.rules}."
         every = (*self.report.findings, *self.changes)
@@ -104,8 +107,8 @@ class CheckResult:
 
 
 class CheckFailed(AssertionError):
-    """A kernel exceeds a limit, or could not be measured, which is no pass. `result` has
-    it all."""
+    """A check did not pass: a limit is exceeded, or the kernel could not be measured.
+    `result`: the CheckResult."""
 
     def __init__(self, result: CheckResult) -> None:
         super().__init__(str(result))
@@ -129,32 +132,32 @@ def check(
     inputs: Callable[..., object] | str | Path | None = None,
     shapes: str = "",
 ) -> CheckResult:
-    """Returns whether `function(q, k, v, ...)` computes attention as well as it can, with
-    what is wrong; with a `reference`, whether any function computes what that computes.
+    """Checks whether `function(q, k, v, ...)` computes attention as exactly as its format
+    allows; with a `reference`, whether any function computes what the reference computes.
 
-    q is [batch, heads, q_len, head_dim], k [batch, kv_heads, kv_len, head_dim], v [batch,
-    kv_heads, kv_len, v_dim]; it returns the output [batch, heads, q_len, v_dim], or a
-    tuple of that and the log-sum-exp [batch, heads, q_len]. What else it takes is read
-    off its parameters' names (docs/kernels.md). What it has no parameter for or refuses
-    (NotImplementedError, `numdev.kernels.Refused`) is skipped, and said. There is no
-    tolerance: its errors are held to the fp64 result of the same rounded inputs.
+    q, k and v are [batch, heads, length, dim], k and v of kv_heads; it returns the output
+    [batch, heads, q_len, v_dim], or a tuple of that and the log-sum-exp [batch, heads,
+    q_len]. Its other arguments are read off its parameters' names (docs/kernels.md). A
+    case for which it has no parameter, or that it refuses (NotImplementedError,
+    `numdev.kernels.Refused`), is skipped, and named in `skipped`. There is no tolerance:
+    errors are against the fp64 result of the same rounded inputs.
 
     `cases`: one or several: names from configs/check/default.yaml, regimes of inputs
     (docs/hazards.md), paths of captured tensors or of YAML files, mappings with keys of a
     YAML case, or an AttentionCase; None: the default set. `backward`: True: dq, dk and dv
-    must be measured; "auto": where autograd can follow. `seeds`: of drawn inputs.
-    `thresholds`: a gate file, or its content; None: the default rules. `claims`: options
-    of `emulated` that say how the function rounds; None: as it was registered, else as
-    FlashAttention-2 does. `reproducers`: a directory for the script of a failed check;
+    must be measured; "auto": where autograd can follow. `seeds`: one seed of drawn
+    inputs, or several. `thresholds`: a gate file, or its content; None: the default
+    rules. `claims`: options of `emulated` that say how it rounds; None: as registered,
+    else as FlashAttention-2. `reproducers`: a directory for the script of a failed check;
     None makes a temporary one. `invariant`: axes (docs/invariance.md) along which the
     output and the log-sum-exp must keep their bits.
 
-    With a `reference`, whose arguments the function takes, see `check_function`; `cases`,
-    `claims` and `invariant` are of attention alone.
+    With a `reference` see `check_function`; leave out `cases`, `claims`, `invariant`, and
+    `reproducers`, which has no effect.
 
     Returns the CheckResult: `passed` is False where a limit is exceeded, a call failed,
     or nothing was measured. Raises UsageError for wrong arguments, MeasurementError for
-    rules made for another system."""
+    rules made for another system, OSError where `reproducers` cannot be made."""
     if reference is not None:
         if cases is not None or claims is not None or invariant:
             raise UsageError("reference: cases, claims and invariant are of attention")
@@ -186,8 +189,9 @@ def _beside(
     device: str,
     thresholds: Thresholds,
 ) -> CheckResult:
-    """Returns the result of a check of any function beside its reference. `formats`, if
-    they are the default ones of attention: those that the arguments have."""
+    """Returns the result of a check of any function beside its reference. Where `formats`
+    is FORMATS, the default of attention, arguments keep their formats. `backward`: "auto"
+    stands for the default of `check_beside`."""
     from numdev.function_check import check_beside
 
     return check_beside(
@@ -204,8 +208,9 @@ def _beside(
 
 
 def _source(cases: Cases, seeds: Sequence[int], plan: Plan) -> CheckSource:
-    """Returns the calls of a check: `cases` (one, several, or None: the default ones),
-    drawn with each of the seeds, with gradients where the plan has them."""
+    """Returns the cases of a check: `cases` (one, several, or None: the default ones),
+    drawn with each of the seeds, with upstream gradients where the plan measures
+    gradients. Raises UsageError as `CheckSource`."""
     named: Sequence[Named] | None = (
         [cases] if isinstance(cases, str | Path | Mapping | AttentionCase) else cases
     )
@@ -215,8 +220,9 @@ def _source(cases: Cases, seeds: Sequence[int], plan: Plan) -> CheckSource:
 def _plan_of(
     kernel: Kernel, formats: str | Sequence[str], system: System, *, backward: bool
 ) -> Plan:
-    """Returns a check's plan: the kernel, run twice on each case, beside the floor.
-    Raises UsageError without a format."""
+    """Returns a check's plan: the floor, and the kernel, run twice on each case. Raises
+    UsageError without a format, for an unknown format and for one that the kernel cannot
+    run in."""
     names = (formats,) if isinstance(formats, str) else tuple(formats)
     if not names:
         raise UsageError("formats: expected at least one, got none")
@@ -244,7 +250,8 @@ def _check_result(
     """Returns the result of a check: the plan's last kernel on the cases of `source`,
     judged by the rules and along the axes. `asked`: the report's request; `name`: what
     sentences call the kernel; `reproducers`: the directory for a script, None for a
-    temporary one."""
+    temporary one. Raises MeasurementError where the rules were made for another
+    system."""
     planned = plan.kernels[-1]
     # What it declines is said, not judged
     rules = rules.model_copy(update={"skipped": "allow"})
@@ -274,7 +281,7 @@ def _check_result(
 
 
 def _has_gradients(report: AuditReport) -> bool:
-    """Whether a gradient of the kernel was measured."""
+    """Whether dq, dk or dv of the kernel was measured in at least one case."""
     ok = (r for r in report.rows if r.role == "kernel" and r.status == "ok")
     return any(row.tensor in GRADIENTS for row in ok)
 
@@ -282,9 +289,9 @@ def _has_gradients(report: AuditReport) -> bool:
 def _kernel_of(
     function: Callable[..., object] | Kernel, claims: Mapping[str, object] | None
 ) -> tuple[str, Kernel]:
-    """Returns what a check calls a function, and the function as a kernel with these
-    claims; None: with its own. Raises UsageError for what is no function, and for a claim
-    that is no option of `emulated`."""
+    """Returns a function's name in a check, and the function as a kernel. `claims`:
+    options of `emulated` that say how it rounds; None: its own claims. Raises UsageError
+    for what is no function, and for a claim that is no option of `emulated`."""
     if isinstance(function, Kernel):
         kernel, name = function, function.name
     elif callable(function):
@@ -300,8 +307,8 @@ def _kernel_of(
 
 
 def _axes_of(invariant: str | Sequence[str]) -> tuple[str, ...]:
-    """Returns the axes of `invariant`, in order and as often as named. Raises UsageError
-    for a name that is none."""
+    """Returns the axes of `invariant`, one or several, in order, with repetitions. Raises
+    UsageError for a name that is not in AXES."""
     axes = (invariant,) if isinstance(invariant, str) else tuple(invariant)
     if unknown := [name for name in axes if name not in AXES]:
         what = f"invariant: expected an axis of invariance, got {unknown[0]!r}"
@@ -317,9 +324,11 @@ def _write_script(
     reproducers: str | Path | None,
     name: str,
 ) -> list[Path]:
-    """Writes a script that shows the gravest finding, alone, where one can. Returns its
-    path in a list; an empty list where there is no finding with a place. `say` gets why
-    there is no script."""
+    """Writes a script that shows the gravest finding that has a place and is no note.
+    Returns the script's path in a list; an empty list without such a finding, and where
+    it does not show again. `say` gets the script's path, or why there is none.
+    `reproducers`: the directory, None for a temporary one; it is made in any case where
+    there is such a finding. Raises OSError where it cannot be made."""
     # Of a row that sees no key there is no truth that a script could show an error
     # against.
     serious = (f for f in report.findings if f.place and f.metric != "empty_nonfinite")
@@ -342,9 +351,10 @@ def check_function(
     device: str = "auto",
     thresholds: Thresholds = None,
 ) -> CheckResult:
-    """Returns what `numdev.function_check.check_beside`, whose arguments it takes,
-    returns of a function that passed beside its reference. Raises CheckFailed, an
-    AssertionError that has the result, for any other."""
+    """Checks a function beside a reference as `numdev.function_check.check_beside`, whose
+    arguments it takes, and returns the result where it passed. Raises CheckFailed, an
+    AssertionError with the result, for any other verdict, and what `check_beside`
+    raises."""
     __tracebackhide__ = True
     from numdev.function_check import check_beside
 
@@ -367,8 +377,9 @@ def check_function(
 def match(
     reference: Callable[..., object], *, thresholds: Thresholds = None
 ) -> Callable[[object, object], tuple[bool, str]]:
-    """Returns a judge of single outputs beside a reference: given the arguments and an
-    output, whether it passes, and why not (`numdev.function_check.match`)."""
+    """Returns a judge of single outputs beside a reference, as
+    `numdev.function_check.match`: (arguments, output) -> (whether the output is right,
+    the verdict in one line)."""
     from numdev.function_check import match as judge
 
     return judge(reference, thresholds=thresholds)
@@ -377,10 +388,11 @@ def match(
 class Evaluator:
     """A judge of outputs beside the reference of a definition.
 
-    By itself: `Evaluator("definition.json")(inputs, outputs)` returns whether the outputs
-    are right, and the verdict in one line. As a mixin before an evaluator class of
+    Alone, `Evaluator("definition.json")(inputs, outputs)` returns whether the outputs are
+    right, and the verdict in one line. As a mixin before an evaluator class of
     flashinfer-bench, `class Exact(Evaluator, DefaultEvaluator)`, it decides correctness
-    there in place of a tolerance."""
+    in place of a tolerance. Raises UsageError for a file that is no definition, and for
+    wrong rules."""
 
     def __init__(self, definition: str | Path, *, thresholds: Thresholds = None) -> None:
         from numdev.task_check import output_judge
@@ -389,14 +401,14 @@ class Evaluator:
 
     def __call__(self, inputs: Sequence[object], outputs: object) -> tuple[bool, str]:
         """Returns whether outputs (one, a tuple in order, or a mapping by name) are what
-        the reference computes of the inputs, in order, and the verdict in one line."""
+        the reference computes from the inputs, in order, and the verdict in one line."""
         return self._judge(inputs, outputs)
 
     @classmethod
     def can_evaluate(cls, definition: object) -> bool:
-        """Whether flashinfer-bench is to have a definition judged by this class: any but
-        those that another evaluator in its registry takes (sampling, low-bit formats), of
-        which it allows only one."""
+        """Whether flashinfer-bench may use this class for a definition. False where
+        another evaluator in its registry takes the definition (sampling, low-bit
+        formats): it allows only one. True where the registry is not imported."""
         registry = sys.modules.get("flashinfer_bench.bench.evaluators.registry")
         others = getattr(registry, "_EVALUATORS", ())
         theirs = [x for x in others if not issubclass(x, Evaluator)]
@@ -413,9 +425,10 @@ class Evaluator:
         log_path: str,
         device: str,
     ) -> tuple[object, object]:
-        """Returns what flashinfer-bench asks of an evaluator: the numbers of the worst
-        trial, and an evaluation where the solution raises or is not what the reference
-        computes, else None. A check that cannot judge is no pass."""
+        """Returns correctness and evaluation, as flashinfer-bench asks of an evaluator.
+        The evaluation is None where the solution passes on all inputs; else it is of the
+        first input on which it raises (then correctness is None) or is not what the
+        reference computes. What cannot be judged does not pass."""
         from numdev.task_check import bench_correctness
 
         return bench_correctness(definition, sol_runnable, inputs, log_path, device)
@@ -424,9 +437,9 @@ class Evaluator:
 def check_attention(
     function: Callable[..., object] | Kernel, **options: Any
 ) -> CheckResult:
-    """Returns what `check` returns of a function that passed: the result, with its
-    report. Raises CheckFailed, an AssertionError that has the result, for any other.
-    `options`: those of `check`."""
+    """Checks a function as `check`, whose arguments `options` are, and returns the result
+    where it passed. Raises CheckFailed, an AssertionError with the result, for any other
+    verdict, and what `check` raises."""
     __tracebackhide__ = True
     result = check(function, **options)
     if not result.passed:
@@ -437,8 +450,8 @@ def check_attention(
 def _axis_findings(
     planned: Planned, source: CheckSource, plan: Plan, names: Sequence[str], rules: Rules
 ) -> tuple[Sequence[Finding], list[str]]:
-    """Returns findings on what a kernel breaks along these axes, on the cases that it
-    takes; and sentences on what is not tested."""
+    """Returns findings on the axes `names` along which a kernel changes bits, on the
+    cases that it takes; and a sentence for each axis that could not be judged."""
     from numdev.studies.invariance.study import (
         SECTIONS,
         InvarianceStudy,
@@ -472,8 +485,9 @@ def _axis_findings(
 
 
 def _rules_of(thresholds: Thresholds) -> Rules:
-    """Returns the rules of a gate file or of its content; None: those for checks. Raises
-    UsageError, naming the key, for what are no rules."""
+    """Returns the rules of a gate file or of its content; None: the default rules for
+    checks. Raises UsageError, which names the key, for wrong rules and for a file that
+    cannot be read."""
     if thresholds is None:
         return default_rules_for_checks()
     if isinstance(thresholds, Mapping):
@@ -482,9 +496,9 @@ def _rules_of(thresholds: Thresholds) -> Rules:
 
 
 def _new_folder(parent: str | Path | None, name: str) -> Path:
-    """Makes a new folder for this check, in `parent`, which is made too, or among
-    temporary ones, and returns its path. Its name begins with `name`, or without a parent
-    with `numdev-check`."""
+    """Makes a new folder for this check, and returns its path: in `parent`, which is made
+    too, named `name` and random letters; without a parent among temporary files,
+    `numdev-check` and random letters. Raises OSError where it cannot be made."""
     if parent is not None:
         Path(parent).mkdir(parents=True, exist_ok=True)
     prefix = re.sub(r"[^\w.-]+", "-", name if parent else "numdev-check")
@@ -515,8 +529,8 @@ def _verdict_words(
     untried: Sequence[str],
 ) -> list[str]:
     """Returns the paragraphs that say how a check ended: that it passed, or all that is
-    wrong. `sound`: whether the rules were passed; `changes`, `untried`: what is wrong, or
-    not tested, along axes."""
+    wrong. `sound`: whether the rules were passed; `changes`: findings along axes;
+    `untried`: sentences on axes that could not be judged."""
     if not sound:
         words = _failure_paragraphs(name, report, judgement)
     elif changes or untried:
@@ -531,8 +545,9 @@ def _verdict_words(
 def filled_text(
     words: Sequence[str], scripts: Sequence[Path], remarks: Sequence[str]
 ) -> str:
-    """Returns the paragraphs of a check as text, filled to WIDTH: its verdict (`words`),
-    how to reproduce it, then `remarks`."""
+    """Returns the paragraphs of a check as text, filled to WIDTH, with an empty line
+    between two: its verdict (`words`), how to run each script, then `remarks`. Control
+    characters are escaped."""
     filled = [
         textwrap.fill(plain(x), WIDTH, break_on_hyphens=False) for x in (*words, *remarks)
     ]
@@ -543,9 +558,10 @@ def filled_text(
 def _failure_paragraphs(
     kernel: str, report: AuditReport, judgement: Judgement
 ) -> list[str]:
-    """Returns paragraphs on why a kernel did not pass: what it fails and up to LISTED
-    findings, the gravest first, with the rms error beside floor and baseline; or, without
-    a finding that exceeds a limit, that it was not measured and why."""
+    """Returns paragraphs on why a kernel did not pass. With findings beyond a limit these
+    are the rules that it fails, then up to LISTED findings, the gravest first, with the
+    rms error beside floor and baseline. Else they say that it was not measured, and
+    why."""
     wrong = [f for f in report.findings if f.severity == "exceeded"]
     if not wrong:
         title = (
@@ -581,8 +597,9 @@ def _failure_paragraphs(
 
 
 def _may_be_design(wrong: Sequence[Finding]) -> bool:
-    """Whether a rounding model that was not declared could be all that is wrong. `wrong`:
-    findings."""
+    """Whether a rounding model that was not declared could cause all of the findings
+    `wrong`: none names a cause, and each is of a whole error up to DESIGNED times the
+    predicted one, or of a single row."""
     return all(
         f.metric in ("expected_ratio", "worst_row")
         and f.cause is None
@@ -592,7 +609,8 @@ def _may_be_design(wrong: Sequence[Finding]) -> bool:
 
 
 def _tested_in_words(report: AuditReport) -> str:
-    """Returns what was measured: `out, dq, dk, dv in 18 cases, bfloat16`."""
+    """Returns the tensors, number of cases and formats in which the kernel was measured:
+    `out, dq, dk, dv in 18 cases, bfloat16`."""
     ok = [r for r in report.rows if r.role == "kernel" and r.status == "ok"]
     count = len({(r.case, r.seed) for r in ok})
     tensors, ran = (
@@ -602,8 +620,8 @@ def _tested_in_words(report: AuditReport) -> str:
 
 
 def _unjudged_tests(judgement: Judgement) -> Iterator[Test]:
-    """Yields the tests of a kernel whose outcome is NOT_JUDGED, without those that count
-    its calls."""
+    """Yields the tests of a kernel whose outcome is NOT_JUDGED, without those on which
+    calls ran."""
     for test in judgement.tests:
         not_judged = test.outcome is Outcome.NOT_JUDGED
         if not_judged and test.kernel is not None and not test.runs:
@@ -612,7 +630,7 @@ def _unjudged_tests(judgement: Judgement) -> Iterator[Test]:
 
 def _unmeasured_sentences(report: AuditReport, judgement: Judgement) -> list[str]:
     """Returns sentences on what had to be judged and could not be: calls of the kernel,
-    then rules with their reasons. Empty where there is none."""
+    then rules with up to two reasons. Empty where all was judged."""
     return [
         *(f.whole for f in report.findings if f.severity == "unmeasured"),
         *(
@@ -628,10 +646,11 @@ def _unmeasured_sentences(report: AuditReport, judgement: Judgement) -> list[str
 def _not_tested_sentences(
     report: AuditReport, function: Callable[..., object] | None
 ) -> Iterator[str]:
-    """Yields a sentence for each reason for which calls were skipped; for parameters of a
-    plain `function` that no call set, and shapes that none has; for gradients that are
-    not measured; and, where the function does not take grouped heads, for the cases in
-    which k and v were repeated. `function`: None for a kernel that is no plain
+    """Yields sentences on what was not tested: options and masks that the function has no
+    parameter for; a sentence for each other reason for which calls were skipped;
+    parameters of a plain `function` that no call set; shapes that no call has; gradients
+    that are not measured; and, where the function does not take grouped heads, the cases
+    in which k and v were repeated. `function`: None for a kernel that is no plain
     function."""
     rows = [r for r in report.rows if r.role == "kernel"]
     every = len({(r.case, r.seed, r.format) for r in rows})

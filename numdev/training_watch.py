@@ -1,9 +1,10 @@
 """`watch`: a few heads and rows of a model's attention, measured while it trains.
 
-Every so many training steps the calls of scaled_dot_product_attention (SDPA) that one
-forward pass makes are observed, and never changed: what goes in and comes out, of one
-sequence and a few heads, is copied and held to fp64. No generator of the model is drawn
-from, nothing enters its graph, and what fails here is logged and fails nowhere else."""
+At every so many training steps the calls of scaled_dot_product_attention (SDPA) in one
+forward pass are observed, and never changed: inputs and output of one sequence and a few
+heads are copied and compared with fp64. No generator of the model is drawn from, and
+nothing enters its graph. An error in the measurement is logged, and does not reach the
+training."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ LOG = logging.getLogger("numdev")
 
 
 class CallNumbers(TypedDict):
-    """What `watch` tells of one measured call; None where a number means nothing."""
+    """The numbers of one measured call, as `watch` passes them on; None where a number
+    means nothing."""
 
     step: int
     module: str
@@ -58,8 +60,8 @@ class CallNumbers(TypedDict):
 
 
 def print_finding(numbers: CallNumbers) -> None:
-    """Prints the finding of a measured call with its training step; nothing where it has
-    none."""
+    """Prints the finding of a measured call with its training step; prints nothing
+    without a finding."""
     if numbers["finding"]:
         print(f"numdev.watch, step {numbers['step']}: {numbers['finding']}", flush=True)
 
@@ -74,13 +76,15 @@ class watch:
     `heads`, `finding` (a sentence where a number is beyond a limit of the default rules,
     else None), and of the measured heads the worst `floor_ratio`, `expected_ratio`,
     `baseline_ratio`, `max_abs`, `rms` and `nonfinite`, as in a report's rows; None where
-    a number means nothing. By default what is found is printed. `heads`, `rows`: how many
-    of one sequence; the rows that look most suspicious come beside them. `calls`: at most
-    so many at a step; the next ones follow at the next.
+    a number means nothing. By default findings are printed. `heads`, `rows`: how many of
+    one sequence are measured; the rows that look most suspicious are measured too.
+    `calls`: how many calls of a measured step are measured; the next measured step takes
+    the calls behind them.
 
-    Of a call with dropout the same call without it is measured. Attention that does not
-    go through SDPA is logged as not seen. Raises UsageError for a compiled model, in
-    which no call is seen."""
+    Of a call with dropout the same call without dropout is measured. Attention that does
+    not go through SDPA is logged as not seen. What `tell` raises reaches the training.
+    Raises UsageError for a compiled model, in which no call is seen, and for a count
+    below 1."""
 
     model: nn.Module
     every: int = 500
@@ -121,8 +125,8 @@ class watch:
         self.close()
 
     def close(self) -> None:
-        """Takes the hooks off the model, and ends an observation that was interrupted.
-        Logs a warning where no training step was seen."""
+        """Removes the hooks from the model, and ends an observation that was interrupted.
+        Logs a warning where no training step was seen. May be called twice."""
         for hook in self.hooks:
             hook.remove()
         with self.lock:
@@ -131,9 +135,10 @@ class watch:
             self.log("no training step of the model was seen")
 
     def _before_forward(self, module: nn.Module, args: object) -> None:
-        """Begins to observe a forward pass, a hook before it: counts a training step, and
-        makes an observer at every `every`-th. Passes of no training step do not count;
-        while a graph is captured, or another thread is observed, no observer is made."""
+        """A hook before a forward pass: counts a training step, and makes an observer at
+        every `every`-th. A pass without training mode or gradients does not count. No
+        observer is made while a CUDA graph is captured, or while another thread is
+        observed."""
         if torch.compiler.is_compiling() or not (
             module.training and torch.is_grad_enabled()
         ):
@@ -148,7 +153,7 @@ class watch:
 
     def _drop_interrupted(self) -> None:
         """Ends an observation that no hook ended: after KeyboardInterrupt PyTorch calls
-        none."""
+        no hook. One of another thread that still runs is left alone."""
         observer = self.observer
         if observer is None or (
             observer.thread.is_alive() and not observer.is_of_this_thread()
@@ -159,9 +164,9 @@ class watch:
             observer.close()
 
     def _after_forward(self, module: nn.Module, args: object, answer: object) -> None:
-        """Ends the observation of this thread, a hook after the forward pass, and tells
-        its numbers. Logs attention that ran unseen, unless the model itself raised
-        (`answer` is None)."""
+        """A hook after a forward pass: ends the observation of this thread, and calls
+        `tell` with the numbers of each measured call. Does nothing without one. Logs
+        attention that ran unseen, unless the model itself raised (`answer` is None)."""
         with self.lock:
             observer = self.observer
             if observer is None or not observer.is_of_this_thread():
@@ -179,8 +184,8 @@ class watch:
 
 
 class _Hook:
-    """A hook that does nothing in a copy of the model, nor in a file, where it needs no
-    numdev."""
+    """A hook that calls `call`. In a copy of the model, and in a file it is saved to, a
+    function that does nothing stands in its place, which needs no numdev to be loaded."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         self.call = call
@@ -194,8 +199,8 @@ class _Hook:
 
 
 class _Observer(TorchFunctionMode):
-    """Meets the SDPA calls of one forward pass, lets each through as it is, and measures
-    some."""
+    """Observes the SDPA calls of one forward pass, lets each through as it is, and
+    measures some of them. It begins when it is made."""
 
     def __init__(self, owner: watch) -> None:
         super().__init__()
@@ -208,11 +213,12 @@ class _Observer(TorchFunctionMode):
         self.mode.enter_context(self)
 
     def is_of_this_thread(self) -> bool:
-        """Whether the observer was made in the thread that asks."""
+        """Whether the observer was made in the current thread."""
         return self.thread is threading.current_thread()
 
     def close(self) -> None:
-        """Ends the observation. Raises MeasurementError where attention ran unseen."""
+        """Ends the observation. Raises MeasurementError where attention ran in another
+        way than SDPA, and was not seen."""
         if self.is_of_this_thread():  # a mode is a thread's, and ends with it
             self.mode.close()
         self.ends.close()
@@ -231,8 +237,8 @@ class _Observer(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _observed_attention(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Calls SDPA with these arguments and returns its output; measures the call, and
-        logs what fails in that."""
+        """Calls SDPA with these arguments and returns its output. Also counts and
+        measures the call; an error in that is logged, and not raised."""
         out = F.scaled_dot_product_attention(*args, **kwargs)
         try:
             with torch.no_grad(), torch.autocast(out.device.type, enabled=False):
@@ -246,8 +252,9 @@ class _Observer(TorchFunctionMode):
         attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
         scale: float | None = None, enable_gqa: bool = False,
     ) -> None:  # fmt: skip
-        """Counts the call; where it is its turn, measures it in its arguments and output,
-        and appends to `numbers`. `out`: [batch, heads, q_len, v_dim]."""
+        """Counts the call. Where it is among those to measure at this step, measures it
+        from its arguments and output, and appends its numbers to `numbers`. `out`:
+        [batch, heads, q_len, v_dim]."""
         ref, owner, number = self.names.next_call(), self.owner, self.met
         self.met += 1
         if not owner.first <= number < owner.first + owner.calls:
@@ -301,7 +308,8 @@ def kernel_that_ran(
     operator: str, case: AttentionCase, few_out: Tensor, system: System
 ) -> Kernel:
     """Returns SDPA's kernel of this operator, as a kernel that answers any case with
-    `few_out`. `case`: the whole call, on whose size the claim depends."""
+    `few_out`. `operator`: one of OPERATORS of the system's device; `case`: the whole
+    call, on whose size the claim depends."""
     claim = claim_of(operator, case, system)
     name = next(n for n, op in OPERATORS[system.device].items() if op == operator)
     return Kernel(
@@ -313,8 +321,9 @@ def kernel_that_ran(
 
 
 def operator_of(out: Tensor) -> str:
-    """Returns the operator of SDPA that computed `out`, by its graph of autograd; `math`
-    where none is in the graph."""
+    """Returns the operator of SDPA that computed `out`, one of OPERATORS of its device,
+    read from its graph of autograd; `math` where the graph has none, or there is no
+    graph."""
     node: Any = out.grad_fn
     names = {op.replace("_", ""): op for op in OPERATORS[out.device.type].values()}
     for _ in range(3):  # a head_dim that was padded is cut to its size again

@@ -1,8 +1,8 @@
 """Configuration files: YAML, read strictly into validated models.
 
-An unknown key is an error that names the closest known one; every error names the line. A
-list where a scalar belongs is a grid: the entry is repeated for each value; several lists
-multiply."""
+An unknown key is an error that names the most similar known one; every error names the
+line. A list where a scalar belongs is a grid: the entry is repeated for each value;
+several lists multiply."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Strict(BaseModel):
 
 
 def each_once(values: tuple[object, ...]) -> tuple[object, ...]:
-    """Returns the values; raises ValueError where there is none, and where two have the
-    same text."""
+    """Returns the values as they are. Raises ValueError for an empty tuple, and for two
+    values with the same `str`."""
     if not values:
         raise ValueError("is an empty list")
     (value, count), *_ = Counter(map(str, values)).most_common(1)
@@ -49,7 +49,8 @@ def each_once(values: tuple[object, ...]) -> tuple[object, ...]:
 
 
 def as_list(value: object) -> object:
-    """Returns a single string or integer as a tuple of one; any other value as it is."""
+    """Returns a single string, integer or bool as a tuple of one; any other value as it
+    is."""
     return (value,) if isinstance(value, int | str) else value
 
 
@@ -58,12 +59,12 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML forbids a key that stands twice in a mapping; the loader would take the last
-    and say nothing."""
+    """A YAML loader that refuses a key that stands twice in a mapping. YAML forbids that;
+    PyYAML's own loader takes the last value silently."""
 
     def compose_mapping_node(self, anchor: dict[str, yaml.Node]) -> yaml.MappingNode:
-        """Returns a mapping of the file's tree; raises ComposerError for a repeated
-        key."""
+        """Returns a mapping of the file's tree. Raises ComposerError, with the line, for
+        a repeated key."""
         node = super().compose_mapping_node(anchor)
         seen: set[str] = set()
         for key, _ in node.value:
@@ -80,14 +81,15 @@ _Trusted: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", _Loader)
 
 
 def parse_bundled(name: str) -> Any:
-    """Returns a file of `configs/` as plain data, unchecked. `name`: below `configs/`."""
+    """Returns a file of `configs/` as plain data, unchecked. `name`: its path below
+    `configs/`. Raises UsageError where it is missing."""
     return yaml.load(bundled_path(name).read_text(encoding="utf-8"), Loader=_Trusted)
 
 
 def read_yaml(path: Path, model: type[M]) -> M:
-    """Returns a YAML file as a validated model, its grids expanded. Raises UsageError
-    that names the file, the line and the key, also for a file that cannot be read, is
-    empty, or holds no mapping."""
+    """Returns a YAML file as a validated model, the grids of `cases` and `kernels`
+    expanded. Raises UsageError that names the file, the line and the key; also for a file
+    that cannot be read, is empty, or is no mapping."""
     try:
         is_bundled = path.is_relative_to(bundled_path("gate/default.yaml").parent.parent)
         loader = (_Trusted if is_bundled else _Loader)(path.read_text(encoding="utf-8"))
@@ -124,8 +126,9 @@ def validated(
     raw: Mapping[str, object], model: type[M], where: str, node: yaml.Node | None = None
 ) -> M:
     """Returns a mapping as a validated model, the grids of `cases` and `kernels`
-    expanded. Raises UsageError that names `where` it stands, the key, and the line in
-    `node`, the file's tree."""
+    expanded. `where`: the file or option it comes from; `node`: the file's tree, for line
+    numbers. Raises UsageError that names `where`, the line if there is a `node`, and the
+    key; for more than MOST_CELLS cells too."""
     origins: dict[
         int | str, list[int]
     ] = {}  # of each cell of a grid, the index of its entry
@@ -166,8 +169,9 @@ def validated(
 
 
 def problem_of(error: Mapping[str, object]) -> str:
-    """Returns what is wrong with a value, by one of the errors of pydantic: what was
-    expected, and what it got where that is short."""
+    """Returns what is wrong with a value, by one of pydantic's errors: `expected a valid
+    integer, got 'x'`, without the value where it is long; the words of a validator of
+    numdev as they are."""
     words = str(error["msg"]).replace("Value error, ", "", 1)
     if error["type"] == "missing":
         return "expected a value, got none"
@@ -179,8 +183,9 @@ def problem_of(error: Mapping[str, object]) -> str:
 
 
 def _line_clause(node: yaml.Node | None, place: Sequence[int | str]) -> str:
-    """Returns `, line N` of a place (keys and indices) in a file's tree, or of the
-    nearest above; empty without a tree."""
+    """Returns `, line N` for a place in a file's tree, given by keys and indices; for a
+    place that the file does not have, the line of the part of it that it has. Empty
+    without a tree."""
     if node is None:
         return ""
     mark = node.start_mark
@@ -201,20 +206,22 @@ def _line_clause(node: yaml.Node | None, place: Sequence[int | str]) -> str:
 
 
 def _named(entry: object, part: str, at: int) -> object:
-    """Returns an entry of `cases` with a name; `case`, and from the second on `case 2`,
-    for one without."""
+    """Returns an entry of `cases` with a name. One without gets `case` if it is the first
+    (`at` is 0), else `case 2` and so on. Entries of `kernels`, and any that are no
+    mappings, are returned as they are."""
     if part != "cases" or not isinstance(entry, dict) or "name" in entry:
         return entry
     return {"name": f"case {at + 1}" if at else "case", **entry}
 
 
 def expand_grid(entry: object, part: str, where: str) -> Iterator[object]:
-    """Yields the cells of one grid entry of `cases` or `kernels` (`part`): every list,
-    also inside a case's `inputs` or a kernel's `options`, is an axis. An entry that is no
-    mapping is its own cell.
+    """Yields the cells of one grid entry of `cases` or `kernels` (`part`). Every list in
+    it, and in a case's `inputs` or a kernel's `options`, is an axis. An entry without a
+    list, and one that is no mapping, is its own cell.
 
-    A case's name says its place on every axis. A value of the axis `inputs` may hold axes
-    itself. Raises UsageError for an empty axis; `where`: what it calls the entry."""
+    The name of a case's cell gets its place on every axis (`name/heads=2,seq_len=64`),
+    which also goes into `axes`. A value of the axis `inputs` may have axes itself. Raises
+    UsageError for an empty axis; `where`: what the message calls the entry."""
     if not isinstance(entry, dict):
         yield entry
         return
@@ -248,8 +255,9 @@ def expand_grid(entry: object, part: str, where: str) -> Iterator[object]:
 
 
 def _value_in_name(value: object) -> str:
-    """Returns a value as a cell's name has it; of a regime (a mapping) its name and its
-    options that are no lists; a list is `list`."""
+    """Returns a value as a cell's name has it: its `str`; of a regime (a mapping) its
+    name and options (`ties(share=0.5)`), without those that are lists or mappings; of a
+    list `list`."""
     if not isinstance(value, dict):
         return type(value).__name__ if isinstance(value, list) else str(value)
     nested = (list, dict)
@@ -276,8 +284,8 @@ def bundled_path(name: str) -> Path:
 
 
 def _model_at(place: Sequence[int | str], model: type[BaseModel]) -> type[BaseModel]:
-    """Returns the model whose key stands at the end of `place`, for example
-    cases.0.inputs.KEY; of parts that it does not know, the last one that it does."""
+    """Returns the model that has the last key of `place`, for example of
+    cases.0.inputs.KEY. Parts that no model has as a field are passed over."""
     for part in place[:-1]:
         if part in model.model_fields:
             parts = parts_of(model.model_fields[str(part)].annotation)
@@ -289,8 +297,8 @@ def _model_at(place: Sequence[int | str], model: type[BaseModel]) -> type[BaseMo
 
 
 def parts_of(annotation: object) -> Iterator[object]:
-    """Yields a type, the types in it, and the metadata of annotations: of `tuple[Case,
-    ...]` also Case."""
+    """Yields an annotation, all types within it, and the metadata of `Annotated`: of
+    `tuple[Case, ...]` the tuple, Case and Ellipsis."""
     yield annotation
     for part in (*get_args(annotation), *getattr(annotation, "metadata", ())):
         yield from parts_of(part)
