@@ -1,5 +1,5 @@
-"""Attention, as the loop of an audit sees it: how its calls are prepared, which rows of a
-sample are looked at beside those drawn, and what is said of a kernel that errs."""
+"""Attention as an operation of the audit's loop: which rows of a sample are measured
+beside those drawn, and what is written into the rows of a kernel that errs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from numdev.system import System
 
 
 class Attention:
-    """The operation (`numdev.studies.audit.operation.Operation`)."""
+    """Attention as an `Operation` (`numdev.studies.audit.operation`)."""
 
     def screened(self, call: Bench, output: Output) -> Bench:
-        """Returns the call with more rows measured: besides the sampled ones those in
-        which `output` differs most from a second computation of the call; the call as it
-        is where all rows are measured."""
+        """Returns the call with more rows measured: beside the sampled ones those in
+        which `output` differs most from a second computation of the call. A call of which
+        all rows are measured is returned as it is."""
         return call if call.selection.queries is None else screened(call, output)
 
     def explained(
@@ -34,11 +34,12 @@ class Attention:
         run: Runner,
         later: list[Failing] | None,
     ) -> Measured[Bench]:
-        """Returns `measured`, with its rows saying what is known of why the kernel errs:
-        the mistake it makes, or the known way of rounding that explains it where it
-        declares no claim. What errs, and what a kernel without a claim computes, may
-        instead be appended to `later` (None: nothing waits), to be looked at when all
-        calls are measured."""
+        """Returns the call's measurement, whose rows say why the kernel errs, as far as
+        it is known: the mistake it makes, or the known way of rounding that explains it
+        where it declares no claim. Rows of `measured` are changed in place, or replaced
+        by those measured against that way. With a list `later` a call that errs, and any
+        call of a kernel without a claim, is appended to it while there is room, and
+        `measured` is returned unchanged; None: nothing waits."""
         wrong = wrong_tensors(measured.rows)
         may_wait = later is not None and bool(wrong or not kernel.declares)
         is_suspicious = any(row.nonfinite or row.suspicion for row in measured.rows)

@@ -1,8 +1,8 @@
 """Every kernel on one case, in every format: the body of the main line.
 
 The fp64 reference of the case as it came is computed once, all else of it once per
-format. What goes wrong in a kernel, or in measuring what it returned, reaches no other
-task: a row says why."""
+format. An error in a kernel, or in measuring what it returned, affects its own task
+alone: a row says why."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ Finished = tuple[str, Rows, str]  # a key of the journal, rows by kind, and what
 
 
 def as_located(case: AttentionCase, axes: Mapping[str, object] | None = None) -> Located:
-    """Returns a case in memory as a `Located`, which can be pickled. `axes`: its values
-    on a sweep's axes."""
+    """Returns a case in memory as a `Located` that can be pickled. Its `load` returns a
+    shallow copy. `axes`: its values on a sweep's axes; None: none."""
     return Captured(ref=case.ref, axes=dict(axes or {}), load=partial(copy.copy, case))
 
 
 @dataclass(eq=False)
 class Unmeasured:
-    """A case with the tasks of it that are to be measured, which must come format by
-    format. Its tensors are loaded when they are first needed."""
+    """A case with those of its tasks that are to be measured, ordered by format. Its
+    tensors are loaded when they are first needed."""
 
     located: Located
     tasks: Sequence[tuple[Planned, Task]]
@@ -66,27 +66,31 @@ class Unmeasured:
 
     @cached_property
     def case(self) -> AttentionCase:
-        """Returns the case with its tensors. Raises what loading it raises."""
+        """Returns the case with its tensors; loads it once. Raises what loading it
+        raises."""
         with self.watch("capture"):
             return self.located.load()
 
     @cached_property
     def selection(self) -> Selection:
-        """Returns the case with the plan's heads and rows."""
+        """Returns the case with the plan's heads and rows, as a `Selection`. Raises what
+        loading the case raises."""
         sample = self.plan.sample(self.case.ref)
         return Selection.of(
             self.case, self.plan.heads, gradients=self.plan.backward, sample=sample
         )
 
     def fitting_threads(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context with as many threads as suit the case."""
+        """Returns a context with PyTorch on one thread for a small case, else on all.
+        Raises what loading the case raises."""
         return fitting_threads(self.case.q.shape[:3].numel() * self.case.kv_len)
 
     def begin_kernel(self, run: Isolated, after: int = 0) -> bool:
-        """Lets the first kernel under audit among the tasks from number `after` on begin
-        in its own process, while this one does something else; returns whether there is
-        one. Nothing begins for a call that takes much memory, nor where both processes
-        would compute with several threads and wait for one another."""
+        """Begins to run the first kernel under audit, among the tasks from number `after`
+        on, in the process of `run`, while this process goes on. Returns whether the tasks
+        have such a kernel that is available on this system. Nothing begins for a call
+        that takes much memory, nor where both processes would compute with several
+        threads. An error in it is not raised: the kernel's task meets it again."""
         for planned, task in self.tasks[after:]:
             if task.role == "kernel" and not planned.kernel.missing(self.plan.system):
                 # What fails here fails again when its task asks, whose row it costs
@@ -96,8 +100,8 @@ class Unmeasured:
         return False
 
     def _begin(self, kernel: Kernel, task: Task, run: Isolated) -> None:
-        """Lets the runs of a task begin in the kernel's own process, where both processes
-        have room and time beside each other."""
+        """Begins the runs of a task in the kernel's own process. Does nothing where the
+        case is not small, or both processes would compute with several threads."""
         is_parallel = not self.case.q.is_cuda and torch.get_num_threads() > 1
         if is_parallel or not is_small(self.case):
             return
@@ -116,7 +120,8 @@ AHEAD_BYTES = 1 << 26
 
 
 def is_small(case: AttentionCase) -> bool:
-    """Whether there is room in memory for what is done ahead beside this case."""
+    """Whether q and k have at most AHEAD_BYTES each, so that memory has room for another
+    call beside this one."""
     return max(case.q.nbytes, case.k.nbytes) <= AHEAD_BYTES
 
 
@@ -127,10 +132,12 @@ def measured_here(
     following: Unmeasured | None = None,
 ) -> Iterator[Finished]:
     """Yields what goes into the journal of a case, measured in this process: the case's
-    record, then the rows of each task, as soon as they are measured; none where the case
-    has none of the plan's heads. Kernels under audit run by `run`; `later` gets calls
-    that are named when all are measured (None: each is named by itself). `following`:
-    what is measured next, if that is known, of which the first kernel may begin."""
+    record, then the rows of each task, as soon as they are measured; the record alone
+    where the case has none of the plan's heads. Kernels under audit run by `run`, all
+    else in this process. To the list `later` calls are appended whose cause is searched
+    when all are measured; None: each is searched by itself. `following`: the case that is
+    measured next, whose first kernel may begin; None: it is not known. Raises what
+    loading the case raises."""
     case, plan, selection = work.case, work.plan, work.selection
     process = run if isinstance(run, Isolated) else None
     with work.fitting_threads():
@@ -180,9 +187,9 @@ def measured_here(
 def _begin_next(
     work: Unmeasured, following: Unmeasured | None, run: Isolated, number: int
 ) -> None:
-    """Lets the first kernel under audit after the task of this number begin in its own
-    process: one of the case that is measured, else of the `following` one, where there is
-    one and this one is small."""
+    """Begins to run the first kernel under audit behind task `number` in the process of
+    `run`: of this case; where it has none, and the case is small, of the `following` one
+    (None: there is none)."""
     if not work.begin_kernel(run, number + 1) and following and is_small(work.case):
         following.begin_kernel(run)
 
@@ -194,7 +201,7 @@ def _rows_beside(
     bench: Bench,
     plan: Plan,
 ) -> Rows:
-    """Returns what the plan asks for beside the rows of a measured task, by kind:
+    """Returns the rows that the plan wants beside those of a measured task, by kind:
     `profile`, `worst` and `attribution`."""
     rows: dict[str, Sequence[object]] = {}
     if plan.details:
@@ -219,11 +226,11 @@ def measure_task(
     ran: Callable[[], object] | None = None,
 ) -> of_rows.Measured[Call]:
     """Returns the rows of a kernel on a prepared call, with what was measured. A kernel
-    that is missing or declines is `skipped`; one that raises, or whose output cannot be
-    measured, is `failed`. Where the forward pass runs and a training step does not, one
-    row of a gradient says why there is none. `later` gets a call that errs, to be named
-    with others; `ran` (None: nothing) is called as soon as a kernel under audit has
-    run."""
+    that is missing or declines gets one row, `skipped`; one that raises, or whose output
+    cannot be measured, one row, `failed`. Where the forward pass runs and a training step
+    does not, a further row of the first gradient says why. A call that errs may be
+    appended to the list `later`, to be searched with others; None: it is searched now.
+    `ran` (None: nothing) is called as soon as a kernel under audit has run."""
     if missing := kernel.missing(system):
         why = Failure("skipped", missing)
         return of_rows.Measured(rows=[of_rows.bare_row(task, why)])
@@ -258,8 +265,9 @@ def measure_task(
 def _run_forward_alone(
     task: Task, kernel: Kernel, call: PreparedCall, run: Runner, failure: Failure
 ) -> tuple[list[Any] | Failure, Failure | None]:
-    """Returns what a kernel's forward pass returns in each run, and why there are no
-    gradients; where that pass fails too, the `failure` of the training step, and None."""
+    """Returns what a kernel's forward pass returned in each run, and why there are no
+    gradients. Where the forward pass fails too, `failure` (that of the training step),
+    and None."""
     forward_task = dataclasses.replace(task, gradients=False)
     forward = _run_repeatedly(forward_task, kernel, call, run)
     if isinstance(forward, Failure):
@@ -269,8 +277,8 @@ def _run_forward_alone(
 
 
 def _failed_row(task: Task, error: Exception) -> DeviationRow:
-    """Returns the only row of a task that failed while it was measured, with the error's
-    words."""
+    """Returns the only row of a task that failed while it was measured; its reason is
+    `while measuring: ` and the error."""
     return of_rows.bare_row(
         task, Failure("failed", f"while measuring: {one_line(error)}")
     )
@@ -279,9 +287,9 @@ def _failed_row(task: Task, error: Exception) -> DeviationRow:
 def _run_repeatedly(
     task: Task, kernel: Kernel, call: PreparedCall, run: Runner
 ) -> list[Any] | Failure:
-    """Returns what the task's kernel returns, as often as asked, or the first Failure.
-    Floor and baseline are the call's, once each; the output of `precision` only holds a
-    place, since `rows` compares the two references."""
+    """Returns what the task's kernel returned in each of `task.repeats` runs, or the
+    first Failure. Floor and baseline are the call's, once each. For the role `precision`
+    the output is the exact one, which is not looked at: two references are compared."""
     yardsticks = call.yardsticks
     names = [t for t in yardsticks if task.gradients or not tensor_spec(t).is_gradient]
     if task.role == "precision":
@@ -311,10 +319,10 @@ def bench_of(
     gradients: bool = False,
     sample: Sample | None = None,
 ) -> Bench:
-    """Returns a case in a format (by name) with the reference, baseline and yardsticks
-    that its kernels are measured against. `heads`: query heads (None: all); `gradients`
-    adds dq, dk and dv, and then heads grow to whole groups. `sample`: which rows are
-    measured (None: all)."""
+    """Returns a case in a format, by its name, with reference, baseline and yardsticks.
+    `heads`: query heads (None: all); `gradients`: with dq, dk and dv, for which the heads
+    grow to whole groups; `sample`: which rows are measured (None: all). Raises UsageError
+    for an unknown format."""
     selection = Selection.of(case, heads, gradients=gradients, sample=sample)
     exact = selection.exact(selection.case)
     return Bench.of(selection, format_named(format_name), exact, Stopwatch())
@@ -331,9 +339,10 @@ def measure_one(
     later: list[Failing] | None = None,
 ) -> list[DeviationRow]:
     """Returns the rows of one task on a case in memory; a single failed row where it
-    cannot be measured. `searching`: look for what explains a wrong output as soon as it
-    is measured, and not only in a run in float32, which tells most. `later` gets a call
-    that errs, of which nothing is looked for then."""
+    cannot be measured. `searching`: whether the cause of a head that is far off is
+    searched in the judged format at once; False: only in a run in float32, which tells
+    most. A call that errs may be appended to the list `later`, and nothing is searched
+    then; None: it is searched now."""
     try:
         how: Any = {"gradients": task.gradients, "sample": task.sample}
         with fitting_threads(case.q.shape[:3].numel() * case.kv_len):

@@ -1,5 +1,5 @@
-"""A check: one kernel on small cases, held to the gate's rules. `numdev.testing` asks for
-one."""
+"""The measurement of a check: one kernel on small cases, judged by the gate's rules.
+`numdev.testing` calls it."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ Named = str | Path | Mapping[str, object] | AttentionCase  # what names a case, 
 def measured(
     source: CheckSource, plan: Plan, rules: Rules, request: Mapping[str, object]
 ) -> tuple[AuditReport, Judgement]:
-    """Returns the report and the judgement of a plan's kernels on the source's cases,
-    under the rules. A case that the kernel declines gets skipped rows alone. Calls that
-    fail are named together, when all are measured."""
+    """Returns the report and the judgement of a plan's kernel on the source's cases,
+    under the rules. A case that the kernel declines gets skipped rows alone. The causes
+    of calls that fail are searched together, when all are measured."""
     watch = Stopwatch(plan.system.device)
     watch.searching = False  # calls that fail are named together, when all are measured
     later: list[Failing] = []
@@ -89,17 +89,18 @@ def measured(
 
 
 def declining(kernel: Kernel) -> Kernel:
-    """Returns the kernel with Refused raised for V with an infinity, and in place of
-    NotImplementedError and of what PyTorch raises where the chosen SDPA operator takes no
-    such call. Its backward `autograd` becomes a function that differentiates the forward
-    pass."""
+    """Returns the kernel, which now raises Refused for V with an infinity, in place of
+    NotImplementedError, and where PyTorch says that the chosen SDPA operator does not
+    take the call. A backward `autograd` becomes a function that differentiates the
+    forward pass."""
 
     def refusing(function: Callable[..., object]) -> Callable[..., object]:
-        """Returns a kernel's function with these exceptions turned into Refused."""
+        """Returns a function of a kernel, with these exceptions turned into Refused."""
 
         @functools.wraps(function)
         def run(case: AttentionCase, **options: object) -> object:
-            """Returns what the function returns. Raises Refused for what it declines."""
+            """Returns what the kernel's function returns. Raises Refused where it
+            declines the case, and its other exceptions as they are."""
             refuse(
                 (
                     not all_finite([case.v]) and case.v.isinf().any(),
@@ -130,11 +131,11 @@ def declining(kernel: Kernel) -> Kernel:
 
 
 class CheckSource(ConfigSource):
-    """The cases a kernel's author names (None: configs/check/default.yaml): by a name of
-    these or of a regime of inputs, a YAML file, captured tensors, a mapping with the keys
-    of a YAML case, a call at hand. Drawn ones come once for each seed, with grad_out if
-    wanted. Raises UsageError for a name that is none, for what cannot be read, and for
-    two cases of one name."""
+    """The cases of a check; None: those of configs/check/default.yaml. `named`: names of
+    these or of regimes of inputs, YAML files, captured tensors, mappings with the keys of
+    a YAML case, or AttentionCases. Drawn cases come once for each seed, with grad_out
+    where `gradients` is True. Raises UsageError for an unknown name, for a file that
+    cannot be read, for no case or no seed, and for two cases of one name and seed."""
 
     def __init__(
         self,
@@ -165,9 +166,10 @@ class CheckSource(ConfigSource):
             )
 
     def _open_named(self, named: Named, number: int) -> Sequence[Located]:
-        """Returns the located cases of one entry (a case, a mapping, a YAML file, a name,
-        or captured tensors), the `number`-th, which names a mapping without a name.
-        Raises UsageError for a name that is none and a file that holds no cases."""
+        """Returns the located cases of one entry: a case, a mapping, a YAML file, a name,
+        or captured tensors. A mapping without a name gets `case ` and `number`, and SHAPE
+        where it says no sizes. Raises UsageError for an unknown name and a file without
+        cases."""
         seed = self._seeds[0] if self._gradients else None
         if isinstance(named, AttentionCase):
             return [as_located(with_drawn_gradient(copied(named, self._device), seed))]
@@ -188,7 +190,8 @@ class CheckSource(ConfigSource):
         return open_cases(path, device=self._device, upstream=seed).cases
 
     def _draw_cases(self, configs: Sequence[CaseConfig]) -> list[Located]:
-        """Returns the located cases of configurations, each once for every seed."""
+        """Returns the located cases of configurations, each once for every seed. Nothing
+        is drawn yet."""
         on, seeds = System(device=self._device), self._seeds
         source = ConfigSource(self.target, configs, seeds, on, gradients=self._gradients)
         return list(source)
@@ -200,8 +203,8 @@ LEAST_IN_TILE = 16  # keys in the last tile from which on an error there is no s
 
 
 def _has_distinct_group(c: CaseRecord) -> bool:
-    """Whether there are several kv heads, fewer than query heads, and the group size is
-    not the number of kv heads."""
+    """Whether there are several kv heads, fewer than query heads, and a group has another
+    number of query heads than there are kv heads."""
     return 1 < c.kv_heads < c.heads != c.kv_heads**2
 
 
@@ -221,18 +224,18 @@ def _has_single_query(c: CaseRecord) -> bool:
 
 
 def _has_full_last_tile(c: CaseRecord) -> bool:
-    """Whether the keys are several whole tiles of TILE."""
+    """Whether the keys fill two or more whole tiles of TILE."""
     return c.kv_len > TILE and not c.kv_len % TILE
 
 
 def _has_partial_last_tile(c: CaseRecord) -> bool:
-    """Whether the keys are more than a tile, and the last tile is partly full, with
-    LEAST_IN_TILE keys at least."""
+    """Whether the keys are more than one tile of TILE, and the last tile has at least
+    LEAST_IN_TILE keys and is not full."""
     return c.kv_len > TILE and c.kv_len % TILE >= LEAST_IN_TILE
 
 
 def _has_length_of_head_dim(c: CaseRecord) -> bool:
-    """Whether queries, keys and head dimension are equally many."""
+    """Whether the numbers of queries and of keys, and the head dimension, are equal."""
     return c.q_len == c.kv_len == c.head_dim
 
 
@@ -262,8 +265,8 @@ wrong."""
 
 
 def untested_shapes(called: Collection[CaseRecord]) -> list[str]:
-    """Returns which of SHAPES no call has, in words and their order; also a window to
-    both sides, where calls have windows and none to both."""
+    """Returns which of SHAPES no call has, in words and in the order of SHAPES; last `a
+    window to both sides`, where calls have windows and none of them to both."""
     untested = [words for words, has in SHAPES.items() if not any(map(has, called))]
     windows = [case.window for case in called if case.window is not None]
     if windows and not any(left and right for left, right in windows):
@@ -272,14 +275,14 @@ def untested_shapes(called: Collection[CaseRecord]) -> list[str]:
 
 
 def default_cases() -> tuple[CaseConfig, ...]:
-    """Returns the cases of configs/check/default.yaml."""
+    """Returns the cases of configs/check/default.yaml, which is read each time."""
     return read_yaml(bundled_path("check/default.yaml"), CheckConfig).cases
 
 
 def _named_configs(name: str) -> Sequence[CaseConfig]:
-    """Returns the configurations that a name stands for: a case of the default set, or a
-    regime of inputs, without and with a causal mask. Raises UsageError for another
-    name."""
+    """Returns the configurations that a name stands for: one case of the default set; or
+    of a regime of inputs two, without and with causality. Raises UsageError for an
+    unknown name."""
     defaults = {config.name: config for config in default_cases()}
     if name in defaults:
         return [defaults[name]]
@@ -290,6 +293,6 @@ def _named_configs(name: str) -> Sequence[CaseConfig]:
 
 
 def _parse_case(case: Mapping[str, object]) -> Sequence[CaseConfig]:
-    """Returns the configurations of a YAML case, which may list values. Raises UsageError
-    for a key or value that is none."""
+    """Returns the configurations of a mapping with the keys of a YAML case; lists in it
+    are a grid. Raises UsageError for a wrong key or value."""
     return validated({"cases": [case]}, CheckConfig, "cases").cases

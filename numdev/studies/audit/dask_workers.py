@@ -1,10 +1,11 @@
-"""Cases measured by Dask workers: processes of this machine, or those of a scheduler's.
+"""The measurement of cases by Dask workers: processes of this machine, or those of a
+scheduler.
 
-A case is a future; one that is not drawn is shipped. Kernels under audit run isolated
-within workers. Dask does a case again elsewhere when its worker died; one whose workers
-died twice becomes failed rows. This process alone writes the journal. A worker measures
-what this process would: it has its settings of torch, and refuses where anything else
-that may change a number differs."""
+Each case is a future; a case that cannot be drawn on the worker is sent to it. Kernels
+under audit run isolated within workers. Dask does a case again elsewhere when its worker
+died; one whose workers died twice gets failed rows. This process alone writes the
+journal. A worker measures what this process would: it gets its settings of torch, and
+refuses where anything else that may change a number differs."""
 
 from __future__ import annotations
 
@@ -73,8 +74,8 @@ GONE, CONTINUES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Which Dask workers measure in this process's place: `workers` processes started
-    here, or those of the scheduler at an address."""
+    """The Dask workers that measure in this process's place: `workers` processes started
+    here, or those of the scheduler at the address `scheduler`."""
 
     workers: int | None = None
     scheduler: str | None = None
@@ -82,8 +83,8 @@ class Cluster:
 
 def cluster_of(workers: int | None, scheduler: str | None) -> Cluster | None:
     """Returns the cluster of so many workers, or of a scheduler's address; None where
-    neither is given: this process measures. Raises UsageError for both, for fewer than
-    one worker, and without Dask."""
+    both are None: this process measures. Starts nothing. Raises UsageError for both
+    together, for fewer than one worker, and without Dask."""
     if workers is None and scheduler is None:
         return None
     if workers is not None and workers < 1:
@@ -102,10 +103,11 @@ def cluster_of(workers: int | None, scheduler: str | None) -> Cluster | None:
 
 @contextlib.contextmanager
 def sharing(cluster: Cluster | None, device: str) -> Iterator[None]:
-    """Runs the block with PyTorch on the threads that each local worker gets: on a CPU an
-    equal share, on a GPU all. Here too, since a report is about one number of threads.
-    Changes nothing without local workers. Raises UsageError for more workers than GPUs,
-    or CPUs."""
+    """Runs the block with PyTorch on as many threads as each local worker gets: on a CPU
+    an equal share, at least one; on a GPU as many as before. This process uses that
+    number too, since a report has one number of threads. Changes nothing without local
+    workers. `device`: as of `System.probe`. Raises UsageError for more workers than
+    processors, or than GPUs on a GPU."""
     if cluster is None or cluster.workers is None:
         yield
         return
@@ -130,10 +132,10 @@ def at_work(
     watch: Stopwatch,
     say: Callable[[str], None],
 ) -> Iterator[Workers]:
-    """Gives the workers of a cluster for the block. `header`: of the journal, of which
+    """Gives the workers of a cluster for the block. `header`: that of the journal;
     workers must have the same environment and kernels; `limit_s`: seconds for a kernel;
-    `say` gets a message where workers are waited for. Raises UsageError where no
-    scheduler answers."""
+    `say` gets `Waiting for workers.` where none is connected yet. Raises UsageError where
+    no scheduler answers, and as `Workers.present`."""
     with contextlib.ExitStack() as stack:
         with watch.stopped():
             client = stack.enter_context(client_of(cluster, plan.system))
@@ -144,8 +146,9 @@ def at_work(
 
 
 def shared_by(header: Mapping[str, object]) -> str:
-    """Returns as JSON what of a run must be the same on a worker: environment and kernels
-    of the journal's header, and torch's settings here."""
+    """Returns as JSON what must be the same on a worker: environment and kernels of the
+    journal's header, and the settings of torch in this process. Raises KeyError for a
+    header without the two."""
     same = {name: header[name] for name in ("environment", "kernels")}
     return json.dumps({**same, "torch": torch_settings()}, default=str)
 
@@ -153,7 +156,7 @@ def shared_by(header: Mapping[str, object]) -> str:
 @dataclass(eq=False)
 class Workers:
     """Sends cases to workers. `submit` and `drain` yield the results that have come back
-    meanwhile, in any order."""
+    meanwhile, in the order in which they come."""
 
     plan: Plan
     expected: str  # JSON: what must be the same on a worker
@@ -166,10 +169,11 @@ class Workers:
 
     def submit(self, located: Located, tasks: Tasks) -> Iterator[Finished]:
         """Sends a case with its unfinished tasks, as soon as there is room for it, and
-        yields what has come back meanwhile. There is room for two cases for each worker,
-        so that none waits for the next one; of shipped cases one each and one more, so
-        that memory does not grow with the number of layers. Raises as `present` does, and
-        what a worker raised."""
+        yields what has come back meanwhile. It must be iterated to its end, or nothing is
+        sent. There is room for two drawn cases for each worker, so that none waits for
+        its next one; for cases that are sent whole, room for one more than there are
+        workers, so that memory does not grow with the number of layers. Raises as
+        `present`, and what a worker raised."""
         shipped = not isinstance(located, Drawn)
         while True:
             present = max(1, self.present())
@@ -186,16 +190,16 @@ class Workers:
         future.add_done_callback(self.arrived.put)
 
     def drain(self) -> Iterator[Finished]:
-        """Yields the results of the cases that are still out, until all are back. Raises
+        """Yields the results of the cases that are not back yet, until all are. Raises
         what a worker raised."""
         while self.flights:
             yield from self._next_results()
 
     def _next_results(self) -> Iterator[Finished]:
-        """Yields the results of the next case that is done; nothing, where none is for
-        TICK_S seconds. A case whose worker died twice gets failed rows. Raises the
-        NumdevError of a worker, MeasurementError for another exception there and where
-        the scheduler is gone."""
+        """Yields the results of the next case that is done; nothing where none is done
+        within TICK_S seconds. A case whose worker died twice gets failed rows. Raises the
+        NumdevError of a worker, MeasurementError for another exception in a worker, and
+        where the scheduler is gone."""
         from distributed import CancelledError, KilledWorker
 
         try:
@@ -227,9 +231,9 @@ class Workers:
         yield from finished
 
     def present(self) -> int:
-        """Returns how many workers there are now. Raises MeasurementError where the
-        scheduler is gone, UsageError for a worker of several cases at a time, which would
-        share a GPU."""
+        """Returns how many workers are connected now. Raises MeasurementError where the
+        scheduler is gone, and UsageError for a worker with more than one thread, whose
+        cases would share a GPU."""
         if self.client.status != "running":
             raise MeasurementError(GONE, hint=CONTINUES)
         try:
@@ -251,9 +255,9 @@ def shared_out(
     function: Callable[..., T],
     parts: Sequence[tuple[object, ...]],
 ) -> Iterator[T]:
-    """Yields what `function(*part)` returns on the workers for each part, as it comes, in
-    any order. `expected`: what `shared_by` returned. Raises the NumdevError it raises
-    there, and MeasurementError for anything else."""
+    """Yields what `function(*part)` returns on the workers for each part, in the order in
+    which they finish. `expected`: what `shared_by` returned. Raises a NumdevError of a
+    worker as it is, and MeasurementError for another exception."""
     from distributed import as_completed
 
     futures = [
@@ -274,8 +278,8 @@ def shared_out(
 def _call_checked(
     expected: str, function: Callable[..., T], part: tuple[object, ...]
 ) -> T:
-    """Returns function(*part), on a worker that is checked first; what is printed goes to
-    stderr. Raises UsageError where the worker differs."""
+    """Returns `function(*part)`. Runs on a worker, which is checked first; what is
+    printed goes to stderr. Raises UsageError where the worker differs from `expected`."""
     with contextlib.redirect_stdout(sys.stderr):  # foreign kernels print
         check_here(json.loads(expected))
         return function(*part)
@@ -283,8 +287,9 @@ def _call_checked(
 
 @contextlib.contextmanager
 def client_of(cluster: Cluster, system: System) -> Iterator[Client]:
-    """Gives a client of the cluster's scheduler for the block; when it is left, nothing
-    that was started here is left. Raises UsageError where no scheduler answers."""
+    """Gives a client of the cluster's scheduler for the block. At its end what was
+    started on this machine is ended; workers of an address end only their processes of
+    isolated kernels. Raises UsageError where no scheduler answers."""
     import dask
     from distributed import Client, Nanny, Scheduler, SpecCluster
     from distributed.comm.addressing import resolve_address
@@ -349,10 +354,10 @@ def client_of(cluster: Cluster, system: System) -> Iterator[Client]:
 def work(
     expected: str, parcel: bytes
 ) -> tuple[list[Finished], dict[str, float]] | NumdevError:
-    """Returns what goes into the journal of a case, and seconds by section; or the error
-    that tells why nothing was measured, with the worker's name. `expected`: JSON of what
-    must be the same here; `parcel`: pickled plan, tasks, case and time limit. Runs on a
-    worker."""
+    """Measures a case on a worker. Returns what goes into the journal, and seconds by
+    section; or the NumdevError that says why nothing was measured, with the worker's
+    name. `expected`: JSON of what must be the same on the worker; `parcel`: pickled plan,
+    tasks, case and time limit."""
     try:
         with contextlib.redirect_stdout(sys.stderr):  # foreign kernels print
             shared = json.loads(expected)
@@ -375,7 +380,7 @@ _isolated = functools.cache(Isolated)  # kept from case to case, until `leave`
 
 
 def leave() -> None:
-    """Ends this worker's process of isolated kernels, if there is one."""
+    """Ends this worker's process of isolated kernels; does nothing without one."""
     _isolated().close()
 
 
@@ -383,9 +388,9 @@ SAME = "install the same on all workers and restart them"
 
 
 def check_here(expected: Mapping[str, Any]) -> None:
-    """Sets torch's settings as expected. Raises UsageError where anything else of the
-    environment is different here, but for the number of GPUs: a worker mostly sees
-    one."""
+    """Sets torch's settings as expected. Raises UsageError where another part of the
+    environment is different on this worker. The number of GPUs may differ: a worker
+    mostly sees one."""
     set_torch(expected["torch"])
     system = System.probe(expected["environment"]["device"])
     actual = json.loads(json.dumps(environment(system), default=str))
@@ -399,8 +404,9 @@ def check_here(expected: Mapping[str, Any]) -> None:
 
 
 def _plan_task(task: Task, sources: Mapping[str, str]) -> Planned:
-    """Returns the kernel of a task as this worker has it. Raises UsageError where its
-    source is not that of `sources`, by kernel's name."""
+    """Returns the kernel of a task as this worker has it. `sources`: fingerprints by
+    kernel's name. Raises UsageError where the fingerprint of its source is another, and
+    for a kernel that the worker does not have."""
     name = task.kernel
     fault = name.removeprefix(PREFIX)
     kernel = CONTROLS[fault].kernel() if task.role == "control" else find(name)

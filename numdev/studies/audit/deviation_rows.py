@@ -1,7 +1,7 @@
 """The rows of a report: those of one measured kernel.
 
-This is the same for every operation: what is measured, and what it is held to, is a
-`PreparedCall`'s."""
+They are made in the same way for every operation: what is measured, and what it is
+measured against, comes from a `PreparedCall`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FAILS_ONE_ROW = (RuntimeError, TypeError, ValueError, MeasurementError, UsageErr
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Measured(Generic[Call]):
-    """The rows of a measured task, and what was measured to make them."""
+    """The rows of a measured task, and what was measured for them."""
 
     # One per unit and tensor, or a single one that says why there is none
     rows: list[DeviationRow]
@@ -58,8 +58,9 @@ class Measured(Generic[Call]):
 
 @dataclass(frozen=True, eq=False)
 class Runs(Generic[Call]):
-    """The runs of a task, and the roundings that their errors are compared with: those of
-    the kernel's claim, or of the known way in `likes` that explains a tensor."""
+    """The runs of a task, and the roundings that their errors are compared with: of a
+    tensor in `likes` those of that known way of rounding, else those of the kernel's
+    claim."""
 
     task: Task
     runs: Sequence[Any]  # what each returned; the first one's is measured
@@ -73,8 +74,8 @@ class Runs(Generic[Call]):
     runs are held to."""
 
     def measured(self) -> Measured[Call]:
-        """Returns the rows of every tensor of the first run. Raises MeasurementError
-        where one is lacking in any of the runs."""
+        """Returns the rows of every tensor of the first run: one for each measured unit.
+        Raises MeasurementError where a tensor is missing in one of the runs."""
         task, bench, select = self.task, self.bench, self.bench.selection
         output: Returned = self.runs[0]
         present = output.tensors
@@ -124,8 +125,9 @@ class Runs(Generic[Call]):
         )
 
     def _tensors_to_measure(self) -> tuple[str, ...]:
-        """Returns the names of the tensors to be compared with rounding: no gradient
-        where none came back, and of a baseline of sampled rows what these give alone."""
+        """Returns the names of the tensors to be compared with rounding. Gradients are
+        among them only where at least one came back. A baseline or planted fault on
+        sampled rows has those alone that the measured rows give."""
         alone = self.task.role in ("baseline", "control")
         tensors = self.bench.by_row if alone else self.bench.yardsticks
         trained = any(tensor_spec(name).is_gradient for name in self.runs[0].tensors)
@@ -134,8 +136,8 @@ class Runs(Generic[Call]):
     def _rows_of_input_rounding(
         self, tensor: str, shared: Mapping[str, object]
     ) -> list[DeviationRow]:
-        """Returns rows on how far rounding the inputs to the format moves the exact
-        result. `shared`: fields of all rows of the task."""
+        """Returns rows on how far the exact result of the rounded inputs is from that of
+        the inputs as they came. `shared`: fields of all rows of the task."""
         yardstick = self.bench.yardsticks[tensor]
         assert yardstick.unrounded is not None
         moved = measure_plain(
@@ -147,9 +149,12 @@ class Runs(Generic[Call]):
         return self._make_rows(tensor, moved.heads, shared)
 
     def deviation(self, tensor: str, x: Tensor, fmt: Format) -> Deviation:
-        """Returns one tensor's metrics, compared with what is predicted of it. `x`: its
+        """Returns one tensor's metrics, compared with what is predicted for it. `x`: its
         measured units and rows; `fmt`: the format it counts as. Where nothing is
-        predicted, ratios are None with the reason in `nulls`."""
+        predicted, ratios are None with the reason in `nulls`; for the role `floor`
+        nothing is. An element that is not finite where the prediction is not finite
+        either, though the exact result fits the format, is counted in `overflow` in place
+        of `nonfinite`."""
         bench, select = self.bench, self.bench.selection
         yardstick = bench.yardsticks[tensor].for_format(fmt)
         of, bins = select.sampled_from(tensor), select.bins(tensor)
@@ -191,10 +196,11 @@ class Runs(Generic[Call]):
         tensor: str,
         outside: Mapping[str, Sequence[Outside]],
     ) -> None:
-        """Writes into each unit's metrics, in place, what holds of all its rows, measured
-        or not: `nonfinite`, the first run's checksum, how far runs differ; of a planted
-        fault only the first. `outside`: by tensor, what is not finite in rows that are
-        not measured. Raises MeasurementError where a run lacks the tensor."""
+        """Writes into each unit's metrics, in place, what concerns all its rows, measured
+        or not: `nonfinite`, the first run's checksum (`bits`), and how far runs differ
+        (`noise`); of a planted fault `nonfinite` alone. `outside`: by tensor, what is not
+        finite in rows that are not measured. Raises MeasurementError where a run lacks
+        the tensor."""
         for unit, beyond in zip(units, outside.get(tensor, ()), strict=False):
             count = unit["nonfinite"] + beyond.nonfinite
             unit["nonfinite"] = count
@@ -236,8 +242,8 @@ class Runs(Generic[Call]):
         out_format: Format | None = None,
     ) -> list[DeviationRow]:
         """Returns the report's rows of one tensor, one for each unit's metrics. `shared`:
-        fields of all rows of the task; `out_format`: the format the tensor counts as,
-        None for one of which only the distance is measured."""
+        fields of all rows of the task; `out_format`: the format the tensor counts as;
+        None where only its distance is measured."""
         task, bench, select = self.task, self.bench, self.bench.selection
         output: Returned = self.runs[0]
         x, is_gradient = output.tensors[tensor], tensor_spec(tensor).is_gradient
@@ -266,7 +272,8 @@ class Runs(Generic[Call]):
 
 
 def bare_row(task: Task, failure: Failure, tensor: str = FIRST_OUTPUT) -> DeviationRow:
-    """Returns the only row of a task, or of its gradients, without a result."""
+    """Returns the single row, without numbers, of a task that gave no result. `tensor`: a
+    gradient, where the task gave no gradients."""
     return DeviationRow(
         **identity(task),
         head=None,
@@ -277,7 +284,7 @@ def bare_row(task: Task, failure: Failure, tensor: str = FIRST_OUTPUT) -> Deviat
 
 
 def identity(task: Task) -> dict[str, Any]:
-    """Returns the fields of a row that say what the task was: those of the case, role,
+    """Returns the fields of a row that name the task: those of its case, and role,
     kernel, format and options."""
     return {
         **vars(task.case),
@@ -287,6 +294,7 @@ def identity(task: Task) -> dict[str, Any]:
 
 
 def options_set(options: Mapping[str, object], kernel: Kernel) -> dict[str, object]:
-    """Returns the options to call the kernel with: those that are not its defaults."""
+    """Returns the options to call the kernel with: those that differ from its defaults.
+    `options`: as `recorded` returns them."""
     defaults = recorded(kernel.options)
     return {k: v for k, v in options.items() if k not in defaults or v != defaults[k]}

@@ -1,10 +1,10 @@
-"""Tells of a kernel that fails as soon as one of its calls shows it, while others are
-still to be measured.
+"""Messages that a kernel fails, as soon as one of its calls shows it, while other calls
+are still to be measured.
 
-All kernels see a call before the next one is loaded, so that they end together; but what
-one call decides no other can take back. That holds for a limit on one head's number, not
-for a median over heads nor for a bias, whose certainty depends on how many are tested.
-These wait for the verdict."""
+All kernels see a call before the next one is loaded, so that they end together; yet a
+failure that one call shows stands, whatever other calls show. That holds for a limit on
+one head's number. It does not hold for a median over heads, nor for a bias, whose
+certainty depends on how many are tested: these wait for the verdict."""
 
 from __future__ import annotations
 
@@ -25,18 +25,20 @@ DECIDED_BY_A_ROW = frozenset(
 
 
 class EarlyFailures:
-    """The kernels that failed so far, each told of once in each format."""
+    """A function of a task's rows that reports a kernel that fails, once in each
+    format."""
 
     def __init__(self, rules: Rules | None, say: Callable[[str], None]) -> None:
-        """`rules`: those of the verdict, None for the default ones; `say` gets the
-        sentences."""
+        """`rules`: those of the verdict; None: the default ones. `say` gets a sentence
+        for each kernel and format that fails."""
         self.rules, self.say = rules or default_rules(), say
         self.reported: set[tuple[str, str]] = set()
 
     def __call__(self, rows: Sequence[DeviationRow]) -> None:
-        """Says that a kernel fails, once, where a row of one of its calls shows it.
-        `rows`: of one task, maybe none; those of a yardstick, or of a planted fault, are
-        passed over."""
+        """Calls `say` with `FAIL, by MODULE alone: ` and the gravest finding, where a row
+        of this call is beyond a limit on single rows. Does nothing for a kernel and
+        format that were reported before, for a yardstick or a planted fault, and without
+        rows. `rows`: those of one task."""
         if not rows or rows[0].role != "kernel":
             return
         first = rows[0]

@@ -1,9 +1,9 @@
 """What explains the errors of a measured kernel: a known way of rounding, its rounding
 sites, the rows that err most, and where along a call errors are.
 
-Without a declared claim a kernel is held to `fa2`; where it errs beyond that, other ways
-sound code rounds are tried (`likenesses`); the running sums of `golden2024` and `qiu2025`
-are a fault here."""
+The errors of a kernel without a declared claim are compared with `fa2`. Where they are
+beyond that, other ways of rounding of sound code are tried (`likenesses`). The running
+sums of `golden2024` and `qiu2025` are a fault here."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ MOST_SCORES = 1 << 25
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Likeness:
-    """A known way of rounding that explains a kernel's errors."""
+    """A known way of rounding that explains a kernel's errors in some tensors."""
 
     words: str  # `as sdpa-flash rounds on this CPU`: the row's claim
     expected: Step
@@ -71,9 +71,10 @@ class Likeness:
     def without_its_bias(
         self, metrics: Sequence[Metrics], yardstick: Yardstick
     ) -> list[Metrics]:
-        """Returns the metrics of an output's heads, without a large bias that the way has
-        too (two nearer each other than the limit are one): `bias_size` is None there, and
-        `nulls` says whose it is. The heads given are not changed."""
+        """Returns the metrics of an output's heads, without a large bias that the way of
+        rounding has too: `bias_size` is then None, and `nulls` has the bias and the way's
+        words. Two biases are one where they differ by no more than the limit. `metrics`
+        is not changed."""
         beyond_limit = functools.partial(excess, "bias_size")
         if not any(beyond_limit(head.get("bias_size")) > 1 for head in metrics):
             return list(metrics)
@@ -94,8 +95,9 @@ class Likeness:
 
 @functools.cache
 def _default_limits(name: str, *, median: bool) -> tuple[tuple[Threshold, ...], float]:
-    """Returns the default thresholds of a metric, of single heads or of medians, and
-    their least limit, 0 without any."""
+    """Returns the default thresholds of a metric, and the smallest of their limits (0
+    without a threshold). `median`: those on medians over heads, else those on single
+    heads."""
     every = (t for t in default_rules().thresholds if t.metric == name)
     limits = tuple(t for t in every if bool(t.heads) == median)
     ends = [t.at_most or 0.0 for t in limits] + [
@@ -107,10 +109,10 @@ def _default_limits(name: str, *, median: bool) -> tuple[tuple[Threshold, ...], 
 def excess(
     name: str, value: float | None, row: DeviationRow | None = None, n: int = 0
 ) -> float:
-    """Returns a metric, or with `n` its median of n heads, as a multiple of its default
-    limit: above 1 it is beyond; 0 for None and within the smallest of the limits. `row`:
-    the row that decides which limit holds and how far sampling widens it; None: the first
-    limit."""
+    """Returns a metric's value as a multiple of its default limit: above 1 it is beyond.
+    With `n` the value is a median over n heads, and the limit that of medians. 0 for
+    None, and for a value up to the smallest of the metric's limits. `row`: decides which
+    limit holds, and how far sampling widens it; None: the first limit."""
     limits, least = _default_limits(name, median=bool(n))
     if value is None or abs(value) <= least:
         return 0.0
@@ -121,14 +123,16 @@ def excess(
 
 
 def _is_judged(name: str, row: DeviationRow) -> bool:
-    """Whether a default rule limits this metric of such a row."""
+    """Whether a default rule limits this metric of a row like `row`."""
     return any(t.metric == name and t.where.fits(row) for t in default_rules().thresholds)
 
 
 def beyond(rows: Sequence[DeviationRow], *, narrow: bool = True) -> tuple[str, ...]:
-    """Returns the tensors of one call that are beyond what the default rules allow them,
-    by rounding: none where another function is suspected of the output, or something is
-    not finite. `narrow`: count sums in 16 bits too, which no way of rounding excuses."""
+    """Returns the names of the tensors of one call whose errors are beyond the default
+    rules on rounding, in the order out, dq, dk, dv. Rows with a suspicion are left out,
+    and tensors of which nothing is predicted. Empty where a row of the output has a
+    suspicion, and where an element is not finite. `rows`: those of the call; `narrow`:
+    whether sums in 16 bits count too, which no way of rounding excuses."""
     if any(row.nonfinite or (row.suspicion and row.tensor == "out") for row in rows):
         return ()
     tensors: list[str] = []
@@ -154,10 +158,10 @@ def beyond(rows: Sequence[DeviationRow], *, narrow: bool = True) -> tuple[str, .
 
 
 def wrong_tensors(rows: Sequence[DeviationRow]) -> tuple[str, ...]:
-    """Returns the tensors of one call that are beyond their limits, in the order out, dq,
-    dk, dv, lse; the output alone where it is among them, of which gradients inherit the
-    mistake. None where another function is suspected of the output or something is not
-    finite; the lse only where no row has a suspicion."""
+    """Returns the names of the tensors of one call that are beyond their limits, in the
+    order out, dq, dk, dv, lse. Where the output is among them it stands alone: gradients
+    inherit its mistake. Empty where a row of the output has a suspicion or an element is
+    not finite; the lse is looked at only where no row has a suspicion."""
     wrong = beyond(rows)
     named = any(row.suspicion for row in rows)
     of_lse = [row for row in rows if row.tensor == "lse" and not named]
@@ -167,9 +171,9 @@ def wrong_tensors(rows: Sequence[DeviationRow]) -> tuple[str, ...]:
 
 
 def _excess_in_median(predicted: Sequence[DeviationRow]) -> float:
-    """Returns the median over rows of one tensor, at least one, of `expected_ratio` as a
-    multiple of the default limit, which is as wide as the row's own luck; the same of
-    `rms_ratio` where that is larger and judged."""
+    """Returns the median over rows of one tensor of `expected_ratio`, each as a multiple
+    of its default limit on medians, widened by the row's sampling; that of `rms_ratio`
+    where it is larger and judged. `predicted`: at least one row."""
     heads = len(predicted)
     sizes = [excess("expected_ratio", r.expected_ratio, r, heads) for r in predicted]
     if not _is_judged("rms_ratio", predicted[0]):
@@ -182,9 +186,9 @@ SEVERAL = 4  # heads, of which the default rules take a median
 
 
 def excess_in_median(rows: Sequence[DeviationRow]) -> dict[str, float]:
-    """Returns by tensor how many times its default limit the median over the heads of any
-    number of calls is; without tensors of fewer than SEVERAL heads of which something is
-    predicted."""
+    """Returns by tensor the median over the heads of all `rows`, which may be of several
+    calls, as a multiple of the default limit on medians. A tensor with fewer than SEVERAL
+    heads of which something is predicted is left out."""
     predicted = (r for r in rows if r.worst_row is not None)
     by_tensor = grouped(predicted, lambda r: r.tensor)
     return {
@@ -195,9 +199,10 @@ def excess_in_median(rows: Sequence[DeviationRow]) -> dict[str, float]:
 
 
 def locate(measured: Measured[Bench], bench: Bench) -> None:
-    """Writes into each row of `measured`, in place, in which rows of its head it is
-    beyond the default limit of a single row, or not finite, where these are few or of one
-    batch entry."""
+    """Writes `errs_in` and `errs_in_of` into rows of `measured`, in place: in which rows
+    of the head the error is beyond the default limit of a single row, or not finite, in
+    words. They stay None where these rows form no pattern. A row within that limit is
+    left alone."""
     select = (measured.bench or bench).selection
     for at, row in enumerate(measured.rows):
         ratios = (
@@ -229,12 +234,13 @@ def likenesses(
     system: System,
     words: str | None = None,
 ) -> dict[str, Likeness]:
-    """Returns by tensor the known way of rounding that best explains an output of which
-    `tensors` are beyond their limits under `fa2`: of all that came back, in `formats`, or
-    of the output, or of the gradients. Where it explains all of dk or of dv alone, both
-    are summed over their query heads as it sums them. `words`: the one way that is tried;
-    None: all. Empty where no way does that takes the call, or where no element can be
-    predicted (in float32)."""
+    """Returns by tensor the known way of rounding that best explains an output whose
+    `tensors` are beyond their limits under `fa2`. One way for all tensors that came back
+    comes first, else one for the output and one for the gradients. Where a way explains
+    all of dk or of dv alone, as to how the query heads of a group are summed, both get
+    it. `formats`: by tensor that came back; `words`: the only way that is tried; None:
+    all are. Empty where no way explains a tensor, and where no element can be predicted
+    (in float32)."""
     select = bench.selection.select
     returned = {n: select(getattr(output, n), n) for n in formats if n in bench.by_row}
     names = [n for n, x in returned.items() if n == "out" or all_finite([x])]
@@ -264,9 +270,9 @@ Part = tuple[str, ...]  # tensors that one way is to explain together
 
 
 class _Search:
-    """The search for the known way of rounding that explains one output, with the best
-    way for each part of its tensors: all, the output, the gradients, and dk or dv alone
-    where a group's heads are summed."""
+    """The search for the known way of rounding that explains one output. It keeps the
+    best way for each part of its tensors: all, the output, the gradients, and dk or dv
+    alone where they are sums over a group of heads."""
 
     def __init__(
         self,
@@ -298,15 +304,16 @@ class _Search:
 
     @property
     def whole(self) -> Likeness | None:
-        """Returns the way that best explains all tensors together; None where none
+        """Returns the way that best explains all tensors together; None where no way
         does."""
         return self.best.get(self.every)
 
     def try_whole_step(
         self, ways: Iterable[tuple[str, Tried]]
     ) -> list[tuple[str, Tried]]:
-        """Tries ways until one explains all tensors; returns those whose output rules
-        them out. `ways`: names in words, with functions."""
+        """Tries ways, in order, until one explains all tensors nearly wholly. Returns the
+        ways whose output rules them out, for `try_gradients`. `ways`: each with its
+        words."""
         unlike: list[tuple[str, Tried]] = []
         for words, way in ways:
             if self._has_other_output(way):
@@ -318,17 +325,17 @@ class _Search:
         return unlike
 
     def try_gradients(self, ways: Iterable[tuple[str, Tried]]) -> None:
-        """Tries, for the gradients alone, ways whose output is ruled out. Does nothing
-        where no gradient is beyond its limit, or the output is and no way explains it:
-        its gradients inherit its mistake."""
+        """Tries ways whose output is ruled out for the gradients alone. Does nothing
+        where no gradient is beyond its limit; nor where the output is and no way explains
+        it, since its gradients inherit its mistake."""
         is_output_settled = "out" not in self.tensors or self.output in self.best
         if self.gradients in self.steps and is_output_settled:
             for words, way in ways:
                 self._note_way(words, way, self.gradients, *self.group_sums)
 
     def by_tensor(self) -> dict[str, Likeness]:
-        """Returns the best way of each tensor that one explains; takes the sums over a
-        group out of `best`."""
+        """Returns the best way of each tensor that a way explains. To be called once: it
+        removes from `best` the ways of dk or dv alone."""
         summed = [self.best.pop(part) for part in self.group_sums if part in self.best]
         explained = {n: like for part, like in self.best.items() for n in part}
         # Their rounding shows in dv wherever the tiles begin; dk has that of the output
@@ -339,11 +346,10 @@ class _Search:
         return explained
 
     def _has_other_output(self, way: Tried) -> bool:
-        """Whether a way's output rules it out, so that its backward need not be computed.
-
-        Backward costs most, and is not worth it where the way's output is another, or so
-        far off that the way cannot come nearer than the one that explains all tensors
-        already."""
+        """Whether a way's output rules the way out, so that its backward pass, which
+        costs most, need not be computed. That is where it does not explain the output, or
+        is so far off that the way cannot come nearer than the best one for all
+        tensors."""
         most = IN_ONE if "out" in self.tensors else math.inf
         if self.whole is not None:
             most = min(most, self.whole.residual * math.sqrt(len(self.every)))
@@ -351,8 +357,8 @@ class _Search:
         return step is not None and self.residuals["out"](step["out"]) > most
 
     def _note_way(self, words: str, way: Tried, *parts: Part) -> None:
-        """Notes the way in `best` for each part that it explains better than those before
-        it; does nothing for a way that cannot take the call."""
+        """Notes the way in `best` for each of `parts` that it explains better than the
+        ways before it. Does nothing for a way that cannot take the call."""
         if (expected := way()) is None:
             return
         left = {
@@ -381,11 +387,13 @@ def _find_partial_cubic(
     x: Tensor, formats: Mapping[str, Format], bench: Bench
 ) -> Likeness | None:
     """Returns the explanation that a kernel computes some keys of each tile, unknown
-    which, with FlashAttention-4's cubic exponential; None where its output `x` does not
-    lie between the output with the cubic nowhere and the one with it everywhere, and in
-    formats too coarse to show it. What is left of x against the one and against the other
-    is, squared and together, what these two differ by; rounding to the format makes of
-    two halves up to the root of two of that."""
+    which, with FlashAttention-4's cubic exponential. None where its output x does not lie
+    between the output with the cubic nowhere and the one with it everywhere, and in
+    formats too coarse to show it.
+
+    Let a and b be the differences of x from these two outputs. Where x lies between them,
+    |a|² + |b|² is |a - b|²; rounding to the format makes up to the root of two of that,
+    which PARTLY allows."""
     if bench.format.unit_roundoff > CUBIC_SHOWS or "out" not in formats:
         return None
     y, best = bench.yardsticks["out"], None
@@ -432,9 +440,9 @@ def held_to(
     bench: Bench,
     system: System,
 ) -> dict[str, Likeness]:
-    """Returns by tensor of `names` the way of these words, whether it explains the call
-    or not: of a kernel that it explains in others. Empty where it cannot take this call,
-    or no way has these words."""
+    """Returns by tensor of `names` the way of rounding that has these words, whether or
+    not it explains the call: it explains the kernel in other calls. Empty where the way
+    cannot take this call, and where no way has these words."""
     for each, way in _known_ways(formats, bench, system):
         if each == words and (step := way()) is not None:
             like = Likeness(words=words, expected=step, residual=1.0)
@@ -443,9 +451,9 @@ def held_to(
 
 
 def _residual_function(x: Tensor, y: Yardstick) -> Callable[[Tensor], float]:
-    """Returns a function from a way's tensor to |x - way| / |x - r|, r the exact tensor,
-    rows counting alike; where x is exact, 0 if the way's tensor equals it, else
-    infinity."""
+    """Returns a function from a way's tensor to |x - way| / |x - r|, r the exact tensor
+    of `y`, in norms in which all rows count alike. Where x is exact the residual is 0 if
+    the way's tensor equals x, else infinity."""
     wide = x.double()
     weight = fits.row_weights(x, y.reference, y.term_scale.norm(dim=-1), y.format)
     size = float(fits.weighed(wide - y.reference, weight).norm())
@@ -461,9 +469,10 @@ def _residual_function(x: Tensor, y: Yardstick) -> Callable[[Tensor], float]:
 def _known_ways(
     formats: Mapping[str, Format], bench: Bench, system: System
 ) -> Iterator[tuple[str, Tried]]:
-    """Yields the known ways of rounding that are tried, each with its name in words, the
-    likeliest first; ways that are written in PyTorch last, and only where all tensors
-    came in the case's format."""
+    """Yields the known ways of rounding that are tried, each with its words (`as eager
+    rounds`) and the function that computes it, the likeliest first. Ways that are
+    functions of PyTorch come last, and only where all tensors came back in the case's
+    format."""
     place = "GPU" if system.device == "cuda" else "CPU"
     claims: dict[str, Mapping[str, object]] = {
         f"as {name} rounds on this {place}": sdpa.claim_of(operator, bench.case, system)
@@ -501,8 +510,9 @@ class _Designs(Strict):
 
 @functools.cache
 def designs() -> tuple[dict[str, Any], ...]:
-    """Returns how public kernels round, from configs/designs.yaml: each with its kernel's
-    name, `claim` and variants `tried`."""
+    """Returns how public kernels round, from configs/designs.yaml. Each has `kernel` (its
+    name), `claim` (options of `emulated`), and may have `tried` (further options, each a
+    variant)."""
     return read_yaml(bundled_path("designs.yaml"), _Designs).designs
 
 
@@ -513,9 +523,9 @@ def _predict_by_claim(
     *,
     forward: bool = False,
 ) -> Step | None:
-    """Returns by name the tensors that a claim (options of `emulated`) predicts where
-    tensors come back in `formats`, with `forward` the output alone; None where the call
-    or the claim is refused (Refused, MeasurementError, UsageError)."""
+    """Returns by name the tensors that a claim (options of `emulated`) predicts, rounded
+    to `formats`; with `forward` the output alone. None where the call or the claim is
+    refused (Refused, MeasurementError, UsageError)."""
     with contextlib.suppress(Refused, MeasurementError, UsageError):
         return bench.predicted(
             emulator.returning(claim, bench.case, formats), forward=forward
@@ -530,10 +540,10 @@ def _run_written_way(
     *,
     forward: bool = False,
 ) -> Step | None:
-    """Returns the tensors of a way that is a function of PyTorch, with autograd's
-    gradients unless `forward`, in float32; None where it fails, or the call has more than
-    MOST_SCORES scores. `last`: the steps of the online softmax that ran last, which the
-    next one may share."""
+    """Returns by name, in float32, the tensors of a way that is a function of PyTorch,
+    with autograd's gradients where these are measured and not `forward`. None where it
+    fails, and for a call with more than MOST_SCORES scores. `last`: a cache that ways of
+    the online softmax share."""
     case = bench.restricted
     if case.q.shape[:3].numel() * case.kv_len > MOST_SCORES:
         return None
@@ -555,9 +565,9 @@ def _run_written_way(
 def _shared_step(
     way: OnlineSoftmax, last: dict[object, Mapping[str, Output]], case: AttentionCase
 ) -> Output:
-    """Returns the output and gradients of an online softmax: from `last` where it differs
-    in its maximum alone from the one that ran last; else `last` gets those of all
-    maxima."""
+    """Returns the output and gradients of an online softmax. They are taken from `last`
+    where the one that ran last differs in its maximum alone; else they are computed for
+    all maxima, and replace what is in `last`."""
     alike = dataclasses.replace(way, maximum="")
     if way.maximum not in last.get(alike, {}):
         last.clear()
@@ -568,8 +578,9 @@ def _shared_step(
 def _shared_output(
     way: OnlineSoftmax, last: dict[object, Mapping[str, Output]], case: AttentionCase
 ) -> Output:
-    """Returns the output of an online softmax, as `_shared_step`: no maximum changes
-    it."""
+    """Returns the output of an online softmax, taken from `last` where the one that ran
+    last differs at most in its maximum, which changes no output; else computed, in place
+    of what is in `last`."""
     alike = dataclasses.replace(way, maximum="")
     if alike not in last:
         last.clear()
@@ -589,9 +600,9 @@ KEPT_BYTES = 1 << 30
 def explain(
     task: Task, kernel: Kernel, measured: Measured[Bench], bench: Bench, system: System
 ) -> list[AttributionRow]:
-    """Returns which roundings make the errors of a measured task, a row for each tensor
-    its kernel returned; empty where it returned nothing. A row has a reason instead where
-    emulations predict nothing, as in fp32, and on failure."""
+    """Returns which roundings make the errors of a measured task: a row for each tensor
+    that its kernel returned; empty where it returned nothing. A row has a reason instead
+    where emulations predict nothing, as in float32, and where the attempt fails."""
     output, rows = measured.output, list[AttributionRow]()
     if output is None:
         return rows
@@ -614,8 +625,8 @@ def explain(
 
 
 class _Compared:
-    """Some heads of a kernel's output, in the measured rows, with their exact results,
-    and emulations of them."""
+    """Up to MOST_HEADS heads of a kernel's output, in the measured rows, with their exact
+    results and emulations."""
 
     def __init__(self, bench: Bench, output: Output) -> None:
         case, select, self.output = bench.case, bench.selection, output
@@ -635,8 +646,8 @@ class _Compared:
 
     def attribution(self, tensor: str, claim: fits.Claim | None) -> dict[str, Any]:
         """Returns the fields, by name, of an `AttributionRow` that say which roundings
-        explain one tensor; only `reason` where that is not known, and nothing where it
-        has no error."""
+        explain one tensor. The field `reason` alone where that is not known; no field
+        where the tensor has no error. `claim`: the kernel's; None: that of `fa2`."""
         case, fmt = self.case, self.formats[tensor]
         if self.rows is not None and tensor in KV_TENSORS:
             why = "query rows are sampled, and a key's gradient is a sum over all of them"
@@ -670,9 +681,9 @@ class _Compared:
         }
 
     def emulated(self, tensor: str, tried: fits.Claim) -> Tensor:
-        """Returns a tensor of the emulation with these options, for the compared heads.
-        One emulation of backward serves all three gradients; results up to KEPT_BYTES are
-        cached."""
+        """Returns a tensor of the emulation with the options `tried`, for the compared
+        heads. One emulation of the backward pass serves all three gradients; emulations
+        are cached up to KEPT_BYTES."""
         recipe = emulator.returning(tried, self.case, self.formats)
         key = f"{tensor == 'out'} {sorted(recipe.items())!r}"
         if key in self.steps:
@@ -693,8 +704,8 @@ class _Compared:
 def _with_tiles_of_output(
     claim: fits.Claim | None, out: AttributionRow
 ) -> fits.Claim | None:
-    """Returns the claim with the tiles that explain the output, where it was right but
-    for those; else the claim as it is."""
+    """Returns the claim with the tiles that explain the output, where the claim's preset
+    explains it; else the claim as it is. `out`: the row of the output."""
     if claim is None or not out.explained_by:
         return claim
     if out.recipe.get("preset") != claim.get("preset", "fa2"):
@@ -704,15 +715,17 @@ def _with_tiles_of_output(
 
 
 def chosen(heads: tuple[int, ...], most: int = MOST_HEADS) -> tuple[int, ...]:
-    """Returns at most `most` of the heads, evenly spread."""
+    """Returns at most `most` of the heads, from the first on at equal steps of len(heads)
+    // most; all of them where there are no more: of 9 heads and 4 at most, numbers 0, 2,
+    4 and 6."""
     return heads[:: max(1, len(heads) // most)][:most]
 
 
 def whole_groups(
     heads: tuple[int, ...], group: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns about MOST_HEADS of the query heads, in whole groups (`group`: query heads
-    per kv head), and the kv heads these read."""
+    """Returns about MOST_HEADS of the query heads, in whole groups, and the kv heads that
+    these read. `group`: query heads per kv head."""
     kv = chosen(
         tuple(dict.fromkeys(h // group for h in heads)), max(1, MOST_HEADS // group)
     )
@@ -734,9 +747,9 @@ def examine(
     task: Task, kernel: Kernel, measured: Measured[Bench], bench: Bench, system: System
 ) -> list[WorstRow]:
     """Returns the worst rows of each tensor of a measured task, compared with what its
-    roundings predict; empty where it returned nothing, or no row is near what `most` may
-    show. Keys are left out where not all heads are measured. A failure while they are
-    examined ends it, with the rows until then."""
+    roundings predict. Empty where the kernel returned nothing, and where no row is near
+    enough to its limit for `most`. dk and dv are left out where not all heads are
+    measured. An error on the way is not raised: the rows until then are returned."""
     bench = measured.bench or bench
     output, held_to, select = measured.output, measured.held_to, bench.selection
     worst: list[WorstRow] = []
@@ -772,8 +785,9 @@ def examine(
 
 
 def most(rows: Iterable[WorstRow]) -> tuple[WorstRow, ...]:
-    """Returns the rows that a summary shows, at most SHOWN, each once: first what is not
-    finite, then ratios from NOTABLE on, the largest first."""
+    """Returns the rows for a report's summary, at most SHOWN, each place once: first
+    those with elements that are not finite, then those whose ratio is NOTABLE or more,
+    the largest first."""
     notable = [
         r for r in rows if r.nonfinite or (r.predicted and (r.ratio or 0.0) >= NOTABLE)
     ]
@@ -789,10 +803,10 @@ OF_PROFILE = ("case", "layer", "attends", "role", "kernel", "options", "format")
 
 
 def profile(task: Task, measured: Measured[Bench], bench: Bench) -> Sequence[ProfileRow]:
-    """Returns how each tensor errs along its call, by bin of positions; empty where there
-    are no bins, and for planted faults. Errors are root mean squares in the unit of
-    `row_rel`. Not times the floor, which is 0 where a row sees one key: its result is a
-    row of V and needs no rounding."""
+    """Returns how each tensor errs along its call, by bin of positions. Empty for a call
+    too short for bins, and for planted faults. Errors are root mean squares of `row_rel`:
+    they are no multiples of the floor, which is 0 where a row sees one key, as its result
+    is a row of V and needs no rounding."""
     rows: list[ProfileRow] = []
     about = {name: x for name, x in identity(task).items() if name in OF_PROFILE}
     for tensor, deviation in measured.along.items():
@@ -817,8 +831,8 @@ def profile(task: Task, measured: Measured[Bench], bench: Bench) -> Sequence[Pro
 
 
 def _rms_by_bin(squares: Numbers, counts: Numbers) -> tuple[float | None, ...]:
-    """Returns the root mean square of each bin, to four digits; None for a bin without
-    rows."""
+    """Returns the root of squares / counts for each bin, to four digits; None for a bin
+    without rows, and where that is not finite. `squares`: sums over the bin's rows."""
     with np.errstate(all="ignore"):
         values = np.sqrt(squares / counts)
     return tuple(float(f"{x:.4g}") if math.isfinite(x) else None for x in values)

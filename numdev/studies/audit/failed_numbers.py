@@ -1,7 +1,7 @@
-"""What the rules of a report say of its numbers, by which a table colours them.
+"""The numbers of a report that its rules refuse or pass, by which a table colours them.
 
-A number is coloured by the rule that it was held to, and by no limit of a table: one of
-1.41 may be beyond its limit, and one of 1.6, of a few scattered rows, within."""
+A number is coloured by the rule that judged it, and by no limit of the table: one of 1.41
+may be beyond its limit, and one of 1.6, of a few scattered rows, within its limit."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Numbers = tuple[str, str, str, str, str | None]
 
 class FailedNumbers:
     """The numbers that the rules of a report refuse, and those that they pass: of single
-    rows, and of a kernel in a tensor. Of a report that was not judged, or whose rules
-    cannot be read, there are neither."""
+    rows, and of a kernel in a tensor. A report that was not judged, or whose rules cannot
+    be read, has no such numbers."""
 
     def __init__(self, report: Measured) -> None:
         self._failed_rows: set[tuple[int, str]] = set()
@@ -32,8 +32,9 @@ class FailedNumbers:
                 self._add(test)
 
     def _add(self, test: Test) -> None:
-        """Notes what a test says of the numbers that it judged; a failed one stays
-        failed. A test that is neither exceeded nor held says nothing."""
+        """Notes the style of the numbers that a test judged: `bad` where it is exceeded,
+        `good` where it is held and no other test refused the number. A test of any other
+        standing is passed over."""
         failed = test.standing is Standing.EXCEEDED
         if not failed and test.standing is not Standing.HELD:
             return
@@ -54,12 +55,13 @@ class FailedNumbers:
                 self._styles.setdefault(key, "good")
 
     def style(self, row: DeviationRow, metric: str) -> Style:
-        """Returns `bad` for a number of a row that a rule refuses, else no style."""
+        """Returns `bad` where a rule refuses this metric of the row, else an empty style.
+        `row`: the very object in the report."""
         return "bad" if (id(row), metric) in self._failed_rows else ""
 
     def rules_of_case(self, kernel: str, format: str, case: str) -> list[str]:
-        """Returns the rules that refuse a number of a kernel (its name with options) in
-        one case; none where all pass."""
+        """Returns the names of the rules that refuse a number of a kernel in one case,
+        each once; empty where all pass. `kernel`: its name with options."""
         return list(self._rules.get((kernel, format, case), ()))
 
     def style_of_tensor(
@@ -70,7 +72,7 @@ class FailedNumbers:
         metric: str,
         phase: str | None = None,
     ) -> Style:
-        """Returns `bad` where a rule refuses this metric of a kernel (its name with
-        options) in a tensor, in any row of one phase or (None) of all; `good` where every
-        rule on it passes; no style where none was applied."""
+        """Returns `bad` where a rule refuses this metric of the tensor in a row of the
+        phase (None: of any phase), `good` where all rules on it pass, and an empty style
+        where no rule judged it. `kernel`: its name with options."""
         return self._styles.get((kernel, format, tensor, metric, phase), "")

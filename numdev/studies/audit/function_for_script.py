@@ -1,6 +1,6 @@
-"""The function of a check as a reproducer script gets it: which file has it, what lies
-beside that, and how a module is made, or memory for outputs is, where a function is not
-simply called."""
+"""The function of a check as a reproducer script gets it: its file, the files beside
+that, and how a module or memory for outputs is made, where a function is not simply
+called."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ ASIDE = "files"  # the folder beside a script that holds what the function's fil
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptTarget:
-    """A function of a file that is no plain module: of a solution or a submission."""
+    """A function of a solution or a submission, which a script cannot simply import and
+    call, and what a script needs to call it."""
 
     file: Path
     name: str
@@ -36,9 +37,10 @@ class ScriptTarget:
     constants: frozenset[int] = frozenset()  # sizes that a call cannot change
 
     def facts(self, arguments: Arguments, device: str) -> dict[str, object]:
-        """Returns what the template of a script says of the function. Raises UsageError
-        for arguments of a module that have no spelling, and for code that asks for CUDA
-        where the check ran on a CPU: the script alone has no GPU in its place."""
+        """Returns the facts about the function for the template of a script, by name.
+        Raises UsageError for a module's argument that has no spelling, and where the
+        file's text has the word cuda and the check ran on a CPU: the script alone puts no
+        CPU in the place of a GPU. Raises OSError where the file cannot be read."""
         text = self.file.read_text(encoding="utf-8", errors="replace")
         if not device.startswith("cuda") and "cuda" in text:
             what = "the function's file asks for CUDA, and this check ran on a CPU"
@@ -58,14 +60,16 @@ class ScriptTarget:
         return facts
 
     def stored(self) -> dict[str, Tensor]:
-        """Returns the tensors that a script needs beside its calls': a module's state."""
+        """Returns the tensors that a script needs beside those of its calls: a module's
+        parameters and buffers, named `state.NAME`; empty for a function."""
         state = None if self.build is None else self.build.state
         items: Mapping[str, Tensor] = state or {}
         return {f"{STATE}{name}": x.detach().contiguous() for name, x in items.items()}
 
     def write_aside(self, folder: Path) -> None:
-        """Copies the folder that the function's file imports from, if there is one,
-        beside a script. Raises MeasurementError where that cannot be done."""
+        """Copies the folder that the function's file imports from into the folder of a
+        script, as `files`. Does nothing without such a folder. Raises MeasurementError
+        where it cannot be copied."""
         if self.folder is None:
             return
         ignored = shutil.ignore_patterns("__pycache__", "definition_reference.py")
@@ -76,8 +80,8 @@ class ScriptTarget:
             raise MeasurementError(what) from error
 
     def _path_in_script(self) -> str:
-        """Returns the path of the file: absolute, or of one in `folder` that of its
-        copy beside the script."""
+        """Returns the path of the file as the script has it: of a file in `folder` that
+        of its copy, relative to the script; else the absolute path."""
         file = self.file.resolve()
         if self.folder is not None and file.is_relative_to(self.folder.resolve()):
             return str(Path(ASIDE) / file.relative_to(self.folder.resolve()))
@@ -86,13 +90,13 @@ class ScriptTarget:
     @staticmethod
     def _class_arguments(build: ModuleBuild) -> str:
         """Returns the arguments of the module's class as Python source. Raises UsageError
-        for one that has none."""
+        for an argument that has no spelling."""
         return ", ".join(map(literal, build.arguments))
 
 
 def _unwritten_text(x: Tensor) -> str:
-    """Returns as Python source memory for an output into which nobody has written: NaN,
-    of integers the largest, of bools True."""
+    """Returns Python source that makes memory for an output: full of NaN, of integers of
+    the largest one, of bools of True."""
     value = "torch.nan"
     if not x.is_floating_point():
         value = "True" if x.dtype == torch.bool else f"torch.iinfo({x.dtype}).max"

@@ -1,5 +1,5 @@
-"""What numdev knows of reports of functions beside their reference: an audit's rows and
-tests, by rules and in words of their own."""
+"""How reports of functions beside their reference are judged and shown: by an audit's
+rows and tests, with rules and words of their own."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ NARROW = 10.0  # times what rounding explains: data that move the result less ju
 
 
 def tests(report: FunctionReport, rules: Rules) -> Iterator[Test]:
-    """Yields a test for every rule on every tensor of the function, then for which calls
-    ran, and for whether the inputs are finite. The default rules of attention are
-    replaced by those of functions; the rule on mismatches is left out where no row
-    counts any. A call without a result of the reference is no pass."""
+    """Yields a test for every rule on every tensor of the function, then tests of which
+    calls ran, and of whether the inputs are finite. The default rules of attention are
+    replaced by those for functions. The rule on mismatches is left out where no row
+    counts any. A call without a result of the reference is no pass, whatever the rules
+    say of skipped calls."""
     if rules.thresholds == default_rules().thresholds:
         rules = default_rules_for_functions()
     rules = rules.model_copy(update={"skipped": "never"})
@@ -52,8 +53,8 @@ def tests(report: FunctionReport, rules: Rules) -> Iterator[Test]:
 def findings(
     judgement: Judgement, report: FunctionReport
 ) -> tuple[Sequence[Finding], Sequence[str]]:
-    """Returns the findings of a judgement, and sentences on what was tested, on the
-    reference and the inputs, and what the report doubts."""
+    """Returns the findings of a judgement, and sentences: on a tolerance's power, on what
+    was tested, on the reference and the inputs, and the report's doubts."""
     wrong, tested = findings_in(judgement, report.rows, report.words)
     words = (*remarks(report.rows), *inputs_not_judged(report.inputs))
     power = power_sentences(report.power)
@@ -61,8 +62,8 @@ def findings(
 
 
 def inputs_not_judged(inputs: Sequence[InputRecord]) -> Iterator[str]:
-    """Yields a sentence for each format in which inputs are not judged, with the reason
-    for each of the first SHOWN; nothing where all are."""
+    """Yields a sentence for each format in which inputs are not judged, with the first
+    SHOWN of them and the reason of each; nothing where all are judged."""
     open_ones = [record for record in inputs if not record.is_judged]
     for fmt, of_format in grouped(open_ones, lambda record: record.format).items():
         names = [_too_little(record) for record in of_format[:SHOWN]]
@@ -74,7 +75,8 @@ def inputs_not_judged(inputs: Sequence[InputRecord]) -> Iterator[str]:
 
 
 def _too_little(record: InputRecord) -> str:
-    """Returns an input's name with the reason why it is not judged in brackets."""
+    """Returns an input with the reason why it is not judged: `x (leaving it out changes
+    nothing)`."""
     if record.moved is None or (record.reason and not record.moved):
         return f"{record.input} ({record.reason})"
     if not record.moved:
@@ -84,8 +86,8 @@ def _too_little(record: InputRecord) -> str:
 
 
 def power_sentences(power: TolerancePower | None) -> Iterator[str]:
-    """Yields for each format how many wrong kernels a tolerance passes and how many the
-    rules do; nothing for None."""
+    """Yields for each format a sentence on how many wrong kernels a tolerance passes, and
+    how many the rules pass; nothing for None."""
     for part in power.formats if power is not None else ():
         judged = [kernel for kernel in part.kernels if kernel.tolerance is not None]
         count = len(judged)
@@ -102,8 +104,8 @@ def power_sentences(power: TolerancePower | None) -> Iterator[str]:
 
 
 def _tolerance_text(power: TolerancePower | None) -> str:
-    """Returns a tolerance in words: one number where rtol and atol are the same. Empty
-    without one."""
+    """Returns a tolerance in words: `0.01` where rtol and atol are the same, else `rtol
+    0.001, atol 1e-05`; empty for None."""
     if power is None:
         return ""
     if power.rtol == power.atol:
@@ -125,8 +127,9 @@ POWER_LEGEND = (
 
 
 def power_blocks(report: FunctionReport) -> Iterator[doc.Node]:
-    """Yields a table of wrong kernels for each format, with what a tolerance and numdev's
-    rules say of each, and a legend; nothing where that was not asked for."""
+    """Yields a table of wrong kernels for each format, with the outcome of a tolerance
+    and of numdev's rules for each, and a legend; nothing for a report without a
+    tolerance."""
     if report.power is None:
         return
     for part in report.power.formats:
@@ -140,8 +143,8 @@ def power_blocks(report: FunctionReport) -> Iterator[doc.Node]:
 
 
 def _power_line(kernel: WrongKernelRecord) -> list[Cell]:
-    """Returns a row of the table: what is wrong, and whether it passes either; why it is
-    not counted where neither was asked."""
+    """Returns a row of the table: the wrong kernel, and whether it passes the tolerance
+    and the rules; for one that is not counted the reason, and a dash."""
     if kernel.tolerance is None or kernel.rules is None:
         return [Cell(kernel.words), Cell(kernel.reason or "–"), Cell("–")]
     caught = {Outcome.PASSED: "passes", Outcome.EXCEEDED: "fails"}
@@ -150,11 +153,11 @@ def _power_line(kernel: WrongKernelRecord) -> list[Cell]:
 
 
 def remarks(rows: Sequence[DeviationRow]) -> Iterator[str]:
-    """Yields sentences on each tensor with a reference that errs by more than its
-    operations explain, on one that inputs moved by half an ulp move by more than
-    SENSITIVE times what rounding explains, and on one that other data move by less than
-    NARROW times that; nothing where none of these holds. Rows that are not `ok` do not
-    count."""
+    """Yields sentences on each tensor, from rows that are `ok`. One says that the
+    reference errs by more than its operations explain. One says that a tensor differs
+    harmlessly in layout. One says that inputs moved by half an ulp move it by more than
+    SENSITIVE times what rounding explains. One says that other data move it by less than
+    NARROW times that. Nothing where none of these holds."""
     ok = [row for row in rows if row.status == "ok"]
     yield from _of_reference([row for row in ok if row.role == "baseline"])
     for tensor, of_tensor in grouped(ok, lambda row: row.tensor).items():
@@ -178,10 +181,10 @@ def remarks(rows: Sequence[DeviationRow]) -> Iterator[str]:
 
 
 def _of_reference(rows: Sequence[DeviationRow]) -> Iterator[str]:
-    """Yields a sentence on the tensors in which the reference errs by more than
-    MOSTLY_EXPLAINED times what its operations explain, one for those of one cause; with
-    the largest error of any call. Nothing where it errs by at most that. `rows`: of the
-    reference as PyTorch runs it."""
+    """Yields a sentence for each cause on the tensors in which the reference errs by more
+    than MOSTLY_EXPLAINED times what its operations explain, with the largest error of any
+    call; tensors without a cause share one. Nothing where it errs by at most that.
+    `rows`: those of the reference as PyTorch runs it."""
     of_tensors = grouped(rows, lambda row: row.tensor)
     worst = {name: max(each, key=_own_ratio) for name, each in of_tensors.items()}
     far = [row for row in worst.values() if _own_ratio(row) > MOSTLY_EXPLAINED]
@@ -199,22 +202,24 @@ def _of_reference(rows: Sequence[DeviationRow]) -> Iterator[str]:
 
 
 def _is_yardstick(row: DeviationRow) -> bool:
-    """Whether the reference's own error leaves it a yardstick, by its row."""
+    """Whether the reference can still be compared with, given its own error: its row has
+    no `yardstick` below 1."""
     numbers = row.beside_reference
     return numbers is None or (numbers.yardstick or 1.0) >= 1.0
 
 
 def _own_ratio(row: DeviationRow) -> float:
     """Returns the reference's error over what its operations explain, from its row; 0
-    without numbers."""
+    where the row has no such number."""
     numbers = row.beside_reference
     return 0.0 if numbers is None else numbers.predicted_ratio or 0.0
 
 
 def passing(report: FunctionReport, passed: Sequence[Test]) -> Statement:
-    """Returns the statement on a function that passed: as exact as its format allows,
-    where no row errs by more than SOUND times the floor; else as the reference is, or
-    without an error in floats its integers. `passed`: its tests, at least one."""
+    """Returns the statement on a function that passed. It is `as exact as the format
+    allows` where no row errs by more than SOUND times the floor, else `as the reference`,
+    each with the largest error; without an error in floats `the reference's integers` or
+    `as the reference`. `passed`: its tests, at least one."""
     name = passed[0].kernel
     rows = [r for r in report.rows if r.role == "kernel" and r.kernel == name]
     over_floor = [row.floor_ratio for row in rows if row.floor_ratio is not None]
@@ -234,17 +239,17 @@ def passing(report: FunctionReport, passed: Sequence[Test]) -> Statement:
 
 
 def _limit_clause(passed: Sequence[Test]) -> str:
-    """Returns ` (limit 1.14×)`, of the largest error over the explained one; empty where
-    no rule judges that."""
+    """Returns ` (limit 1.14×)`: the limit on error over explained error, of the test that
+    measured the largest. Empty where no test has both."""
     judged = [t for t in passed if t.metric == "reference_ratio" and t.bound is not None]
     numbers = [(t.observed, t.bound) for t in judged if isinstance(t.observed, float)]
     return f" (limit {three(max(numbers)[1])}×)" if numbers else ""
 
 
 def summarised(report: FunctionReport) -> FunctionReport:
-    """Returns the report with its answer: a sentence for each function and format that
-    has a row, with its largest error over what the reference's rounding explains, or
-    that it has no such number."""
+    """Returns the report with its answer: a sentence for each function and format of its
+    rows, with the largest error over what the reference's rounding explains, or that
+    there is no such number."""
     rows = [row for row in report.rows if row.role == "kernel"]
     answer = tuple(
         f"{name}, {fmt}: {_largest_error_text(of_function)}"
@@ -257,7 +262,8 @@ def summarised(report: FunctionReport) -> FunctionReport:
 
 
 def _largest_error_text(rows: Sequence[DeviationRow]) -> str:
-    """Returns the rest of a sentence on the rows of one function in one format."""
+    """Returns the end of a sentence on one function in one format: `rms error up to 1.02×
+    explained`, or that there is no such number."""
     ratios = [
         row.beside_reference.reference_ratio
         for row in rows
@@ -288,8 +294,9 @@ LEGEND = (
 
 
 def blocks(report: FunctionReport) -> Iterator[doc.Node]:
-    """Yields a table for each function, and for the reference as PyTorch runs it, with
-    the numbers of each tensor in each call that ran, and a legend."""
+    """Yields a table for each function, and behind it one for the reference as PyTorch
+    runs it, with the numbers of each tensor in each call that ran; then a legend, and the
+    tables of `power_blocks`."""
     failed = FailedNumbers(report)
     rows = [row for row in report.rows if row.role in ("kernel", "baseline")]
     ok = [row for row in rows if row.status == "ok"]
@@ -309,8 +316,8 @@ def blocks(report: FunctionReport) -> Iterator[doc.Node]:
 
 
 def _line(row: DeviationRow, failed: FailedNumbers) -> list[Cell]:
-    """Returns a row of the table: call, tensor and six numbers, `–` for a missing one,
-    `bad` for one that a rule refuses."""
+    """Returns a row of the table: call, tensor and six numbers. A missing number is a
+    dash, one that a rule refuses has the style `bad`."""
     beside = row.beside_reference
     numbers: Mapping[str, object] = vars(beside) if beside is not None else {}
 

@@ -1,8 +1,8 @@
-"""What a tolerance lets through, beside numdev's rules: both judge the same wrong kernels
+"""What a tolerance passes, beside numdev's rules: both judge the same wrong kernels
 (`numdev.operations.function.wrong_kernels`) on the same call.
 
-The tolerance is asked as tests ask it, `torch.allclose` with what the reference returns
-as PyTorch runs it in the format."""
+The tolerance is applied as tests do it, by `torch.allclose` with what the reference
+returns as PyTorch runs it in the format."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ RAISES = "the reference does not run on its arguments"
 
 
 def parsed_tolerance(text: str) -> tuple[float, float]:
-    """Returns rtol and atol of `1e-2`, which is both, or of `1e-3,1e-5`. Raises
-    UsageError for anything else, and for numbers that are negative or not finite."""
+    """Returns (rtol, atol) of a text: `1e-3,1e-5` has one number for each, `1e-2` one for
+    both. Raises UsageError for any other text, and for numbers that are negative or not
+    finite."""
     parts = text.split(",")
     try:
         numbers = [float(part) for part in parts]
@@ -57,9 +58,9 @@ def power_of(
     call: FunctionCall, fmt: str, tolerance: tuple[float, float], rules: Rules
 ) -> FormatPower:
     """Returns which wrong kernels pass on a call's outputs: by the tolerance (rtol,
-    atol), which each output of each draw must keep, and by the rules. One that returns
-    the bits of the reference is not wrong on these inputs, and is not counted. Raises
-    what the reference raises."""
+    atol), which every output of every draw must keep, and by the rules. A kernel that
+    returns the bits of the reference is not wrong on these inputs, and gets a reason
+    instead. Gradients are not compared. Raises what the reference raises."""
     forward = dataclasses.replace(
         call, draws=[dataclasses.replace(draw, backward=False) for draw in call.draws]
     )
@@ -80,8 +81,9 @@ def _judged(
     tolerance: tuple[float, float],
     rules: Rules,
 ) -> WrongKernelRecord:
-    """Returns what tolerance and rules say of one wrong kernel; in place of both a
-    reason, where it raises in some draw or returns what the right one does."""
+    """Returns the outcomes of tolerance and rules for one wrong kernel. In place of both
+    it has a reason, where the kernel raises on a draw or returns the bits of the right
+    one on all."""
     pairs = list(zip(call.draws, call.others, strict=False))
     outputs = [kernel.outputs(draw, others) for draw, others in pairs]
     returned = [x for x in outputs if x is not None]
@@ -99,13 +101,13 @@ def _judged(
 
 
 def _close(x: Values, y: Values, tolerance: tuple[float, float]) -> bool:
-    """Whether every output is within a tolerance of the reference's, NaN like NaN; False
-    for another shape, and where one is missing."""
+    """Whether every output of y is in x and within a tolerance (rtol, atol) of it, with
+    NaN equal to NaN; False for another shape."""
     rtol, atol = tolerance
 
     def is_close(a: Tensor, b: Tensor) -> bool:
-        """Whether two tensors of one dtype are close: numbers in fp64, so that nothing is
-        rounded, complex ones as they are."""
+        """Whether two tensors have one shape and are close, compared in fp64, or
+        complex128 where b is complex, so that nothing is rounded."""
         if a.shape != b.shape:
             return False
         wide = torch.complex128 if b.is_complex() else torch.float64
@@ -117,8 +119,9 @@ def _close(x: Values, y: Values, tolerance: tuple[float, float]) -> bool:
 def _outcome(
     returned: list[Values], call: FunctionCall, words: str, fmt: str, rules: Rules
 ) -> Outcome:
-    """Returns what the rules say of a wrong kernel's outputs, one of each draw. No cause
-    is looked for, so that the rule on other functions does not help."""
+    """Returns the outcome of the rules for a wrong kernel's outputs, one of each draw:
+    EXCEEDED where a test is, else the worst outcome, NOT_JUDGED without a test. No cause
+    is looked for, so that the rule on other functions finds nothing."""
     runs = [FunctionRun(outputs=values) for values in returned]
     outcomes = [test.outcome for test in tests_of_runs(runs, call, words, fmt, rules)]
     judged = [outcome for outcome in outcomes if outcome is not None]
@@ -130,8 +133,10 @@ def _outcome(
 def tests_of_runs(
     runs: Sequence[FunctionRun], call: FunctionCall, name: str, fmt: str, rules: Rules
 ) -> Iterator[Test]:
-    """Yields the tests of the rules on runs of a function, one of each draw of a call; no
-    cause is looked for. Raises what the reference raises. `name`: of the function."""
+    """Yields the tests of the rules on a function's runs, one run for each draw of a
+    call. No cause of an error is looked for. Rules on mismatches are left out where all
+    tensors are floating-point. `name`: the function's. Raises what the reference
+    raises."""
     tensors, wrong = call.tensors_of(runs)
     rows: list[DeviationRow] = []
     for tensor, judge in call.judges.items():
@@ -160,6 +165,6 @@ def tests_of_runs(
 def tolerance_power(
     parts: list[FormatPower], tolerance: tuple[float, float]
 ) -> TolerancePower:
-    """Returns the record of a tolerance (rtol, atol) in each format."""
+    """Returns the record of a tolerance (rtol, atol), with its power in each format."""
     rtol, atol = tolerance
     return TolerancePower(rtol=rtol, atol=atol, formats=tuple(parts))

@@ -1,9 +1,9 @@
-"""A failed check of a function as a script of its own: the function is imported, inputs
-and exact results are in a file beside it, and nothing of numdev is needed.
+"""A failed check of a function as a script of its own: it imports the function, reads
+inputs and exact results from a file beside it, and needs nothing of numdev.
 
-The call that fails is made smaller for as long as the same tensor fails: places of all
-axes of one size go together, so that sizes that are equal stay equal; a size that a
-number among the arguments is equal to is a constant, and stays."""
+The call that fails is made smaller as long as the same tensor fails. All axes of one
+length are cut together, so that equal lengths stay equal. A length that a number among
+the arguments is equal to is a constant, and stays."""
 
 from __future__ import annotations
 
@@ -83,15 +83,16 @@ CLEARLY = 1.2  # times sound code's figure: from there on a call shows the failu
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class FailingCall:
-    """A call of a function that fails, with what came of it."""
+    """A call on which a function fails, the function's runs of it, and the figure that
+    shows the failure of each tensor."""
 
     call: FunctionCall
     runs: Sequence[FunctionRun]
     figures: Mapping[str, str]  # by tensor that fails, in which figure
 
     def judged(self, tensor: str) -> tuple[Judge, Tensor | None]:
-        """Returns what a tensor of the function is judged by, and that tensor; None for
-        one of another form."""
+        """Returns the judge of a tensor, by its name, and the function's tensor, its
+        draws stacked; None in place of a tensor of another form."""
         x = self.call.tensors_of(self.runs)[0][tensor]
         return self.call.judges[tensor].beside(x), x
 
@@ -100,9 +101,11 @@ def write_reproducer(
     finding: Finding, part: FormatPart, rules: Rules, target: str, directory: Path
 ) -> Path:
     """Writes reproduce.py and tensors.safetensors for a finding on a function into a
-    folder of `directory`, and returns the script. `target`: `FILE.py:name` or
-    `module:name`. Raises NumdevError where the fault does not show again, a script cannot
-    import the function or cannot spell its arguments, or it cannot be written."""
+    folder of `directory`/reproducers, and returns the path of the script. `target`:
+    `FILE.py:name` or `module:name`. The call is made smaller first, which runs the
+    function many times. Raises NumdevError where the fault does not show again, where a
+    script cannot import the function or spell its arguments, and where a file cannot be
+    written."""
     script = part.script
     module, name, folder = (
         _import_of(target) if script is None else (script.file.name, script.name, None)
@@ -149,9 +152,9 @@ def _dtypes(tensors: Mapping[str, Tensor]) -> set[torch.dtype]:
 
 
 def _import_of(target: str) -> tuple[str, str, str | None]:
-    """Returns module, name and folder by which a script imports a function; the folder is
-    None where the module is in no file. Raises UsageError for a function inside another
-    and for one without a name."""
+    """Returns the module, name and folder by which a script imports a function; the
+    folder is None for a module without a file. Raises UsageError for a function inside
+    another, for one without a name, and for a file that does not exist."""
     module, _, name = importable_path(target).partition(":")
     if not name or "<" in name:
         what = f"a script cannot import {target}"
@@ -165,7 +168,8 @@ def _import_of(target: str) -> tuple[str, str, str | None]:
 
 
 def _source_of(part: FormatPart) -> list[str]:
-    """Returns the lines of a reference's source; one that says so where there is none."""
+    """Returns the lines of a reference's source; where it cannot be read the single line
+    `(its source is not to be had)`."""
     if part.script is not None and part.script.source:
         return part.script.source.rstrip().splitlines()
     reference = part.asked.reference
@@ -180,7 +184,8 @@ def _call_of(
     finding: Finding, part: FormatPart
 ) -> tuple[FunctionCall, Sequence[FunctionRun | Failure]]:
     """Returns the call that a finding is worst in, and the function's runs of its draws.
-    Raises MeasurementError where it has none."""
+    For a finding without a place it is the first call in which the function failed.
+    Raises MeasurementError where no call fits."""
     wanted = finding.place.case if finding.place is not None else None
     for call, runs in calls_of_part(part):
         failed = any(isinstance(x, Failure) for x in runs)
@@ -195,9 +200,9 @@ def _call_of(
 def _smaller(
     call: FunctionCall, part: FormatPart, rules: Rules, finding: Finding
 ) -> FailingCall:
-    """Returns the smallest form of a call in which the finding's tensor fails in the
-    same figure as in the call itself. Raises MeasurementError where it does not fail
-    there."""
+    """Returns the smallest form of a call, reached within SECONDS by halving sizes, in
+    which the finding's tensor fails in the same figure as in the whole call. Raises
+    MeasurementError where it does not fail in the whole call."""
     best = _failing(call, part, rules, finding.tensor)
     if best is None:
         raise MeasurementError("the failure does not show every time")
@@ -218,8 +223,8 @@ def _smaller(
 
 
 def sizes_to_cut(arguments: Arguments) -> list[int]:
-    """Returns the sizes of axes above 1, the largest first, but those that a number among
-    the arguments is equal to."""
+    """Returns the sizes of axes that may be cut: those above 1, each once, the largest
+    first, without sizes that a number among the arguments is equal to."""
     numbers = {x for x in tree_leaves(arguments.tree) if isinstance(x, int | float)}
     shapes = [x.shape for x in arguments.leaves().values()]
     sizes = {n for shape in shapes for n in shape}
@@ -227,10 +232,11 @@ def sizes_to_cut(arguments: Arguments) -> list[int]:
 
 
 def _cut_call(call: FunctionCall, size: int, smaller: int) -> FunctionCall:
-    """Returns a call in which every axis of one size has its first places alone."""
+    """Returns a call in which every axis of length `size` has its first `smaller` places
+    alone."""
 
     def cut(name: str, x: Tensor) -> Tensor:
-        """Returns the first places of every axis of the size, in memory of their own."""
+        """Returns x with the first places of every axis of that length, contiguous."""
         for axis, n in enumerate(x.shape):
             x = x.narrow(axis, 0, smaller) if n == size else x
         return x.contiguous()
@@ -246,9 +252,10 @@ def _cut_call(call: FunctionCall, size: int, smaller: int) -> FunctionCall:
 def _failing(
     call: FunctionCall, part: FormatPart, rules: Rules, tensor: str | None
 ) -> FailingCall | None:
-    """Returns what comes of a call where a rule fails on `tensor` (None: on any); None
-    where none does, where function or reference raise, and where it does not differ from
-    sound code in a figure."""
+    """Runs the function on a call. Returns how it fails where a rule is exceeded in
+    `tensor` (None: in any tensor) and the figure is clearly above sound code's. None
+    where no rule is, where the function or the reference raises, and where the figure is
+    not."""
     draws = [Draw(call=0, seed=x.seed, arguments=x.arguments) for x in call.draws]
     runs = part.run(draws)
     ran = [x for x in runs if isinstance(x, FunctionRun)]
@@ -269,7 +276,8 @@ def _failing(
 
 
 def _shows(failing: FailingCall) -> bool:
-    """Whether the figure of the first tensor is above that of sound code."""
+    """Whether the figure of the first tensor is more than CLEARLY times that of sound
+    code; True for counts and for a wrong form."""
     tensor, figure = next(iter(failing.figures.items()))
     if figure in COUNTS or figure == "form":
         return True
@@ -281,8 +289,10 @@ def _shows(failing: FailingCall) -> bool:
 
 
 def _observed(failing: FailingCall, tensor: str, figure: str) -> tuple[float, float]:
-    """Returns a figure of the function, and the largest of sound code: the reference as
-    PyTorch runs it and its rounded runs, at least 1, and LEAST_ELEMENT of an element."""
+    """Returns a figure of the function's tensor, and the largest figure of sound code.
+    Sound code is the reference as PyTorch runs it and its rounded runs; the figure counts
+    at least as 1, for a single element as LEAST_ELEMENT, for slope and shift as OF_U.
+    Both are 0 for a tensor of another form."""
     judge, x = failing.judged(tensor)
     if x is None:
         return 0.0, 0.0
@@ -292,9 +302,11 @@ def _observed(failing: FailingCall, tensor: str, figure: str) -> tuple[float, fl
 
 
 def figure_of(figure: str, x: Tensor, judge: Judge) -> float:
-    """Returns a figure as the script computes it, of a tensor with its draws stacked; of
-    a count the number of elements. Elements that are not finite on either side are left
-    out of all others."""
+    """Returns a figure of a tensor x, its draws stacked, as the script computes it.
+    `figure`: a key of FIGURES, but not `form` or `raises`. `mismatches` and `nonfinite`
+    are counts of elements; `slope` and `shift` are in unit roundoffs, the others in
+    multiples of what is explained. All but the counts leave out elements that are not
+    finite in x or in the exact result."""
     if figure == "mismatches":
         return float((x != judge.truth).sum())
     if figure == "nonfinite":
@@ -317,15 +329,17 @@ def figure_of(figure: str, x: Tensor, judge: Judge) -> float:
 
 
 def _largest_of_axis(error: Tensor, allowed: Tensor, axis: int) -> float:
-    """Returns the largest rms error of a place of an axis over what is allowed for it."""
+    """Returns the largest rms error of an entry of an axis, over what is allowed for that
+    entry. `error`: errors; `allowed`: squared errors."""
     others = [i for i in range(error.ndim) if i != axis]
     sums = [x.sum(others) if others else x for x in (error.square(), allowed)]
     return float((sums[0] / sums[1]).sqrt().max())
 
 
 def _allowed(judge: Judge) -> tuple[Tensor, Tensor]:
-    """Returns the squared errors that are allowed element by element, and those that the
-    operations explain, none of them 0; both 1 for integers."""
+    """Returns two fp64 tensors of squared errors, element by element: those that are
+    allowed, and those that the reference's operations explain, at least TINY. Both are 1
+    for integers."""
     if judge.errors is None:
         ones = torch.ones(judge.truth.shape, dtype=torch.float64)
         return ones, ones
@@ -337,8 +351,10 @@ def _allowed(judge: Judge) -> tuple[Tensor, Tensor]:
 
 
 def _facts_of_figure(failing: FailingCall, tensor: str, figure: str) -> dict[str, object]:
-    """Returns the numbers that a script prints and holds its figure to: the limit lies in
-    the middle of the function's and sound code's, or is one element of a count."""
+    """Returns the numbers that a script prints and compares its figure with, by name. The
+    limit is the geometric mean of the function's figure and sound code's; of a count it
+    is one element. For the figure `form` there are the expected shape, dtype and device
+    alone."""
     form = failing.call.forms[tensor]
     unit = failing.call.judges[tensor].format.unit_roundoff
     facts: dict[str, object] = {
@@ -355,8 +371,8 @@ def _facts_of_figure(failing: FailingCall, tensor: str, figure: str) -> dict[str
 def _facts_of_call(
     call: FunctionCall, figure: str, tensor: str | None
 ) -> dict[str, object]:
-    """Returns how a script calls the function, and which tensor it looks at. Raises
-    UsageError for an argument that has no spelling."""
+    """Returns facts for the template, by name: how a script calls the function, and which
+    tensor it looks at. Raises UsageError for an argument that has no spelling."""
     first = call.draws[0]
     outputs = list(first.plain.outputs)
     is_gradient = tensor is not None and tensor in first.plain.gradients
@@ -384,17 +400,18 @@ def _facts_of_call(
 
 
 def _is_strided(x: Tensor) -> bool:
-    """Whether a tensor is not contiguous, each element in memory of its own."""
+    """Whether a tensor is not contiguous, and no stride is 0 (an expanded tensor)."""
     return not x.is_contiguous() and 0 not in x.stride()
 
 
 def _spelled_call(arguments: Arguments, leaves: Mapping[str, Tensor]) -> str:
-    """Returns the arguments of a call as Python source. Raises UsageError for one that
-    has none."""
+    """Returns the arguments of a call as Python source, tensors as `inputs["NAME"]`.
+    Raises UsageError for an argument that has no spelling."""
     names = {id(x): name for name, x in leaves.items()}
 
     def spelled(value: object) -> str:
-        """Returns one argument as source."""
+        """Returns one argument as Python source. Raises UsageError for one that has no
+        spelling."""
         if isinstance(value, Tensor):
             return f'inputs["{names[id(value)]}"]'
         if isinstance(value, list | tuple) and type(value) in (list, tuple):
@@ -411,8 +428,9 @@ def _spelled_call(arguments: Arguments, leaves: Mapping[str, Tensor]) -> str:
 
 
 def _stored_inputs(call: FunctionCall) -> dict[str, Tensor]:
-    """Returns the tensors by which a script makes its calls: `0.in.x`, and with gradients
-    `0.back.0`, what comes back into each output that has one."""
+    """Returns the tensors by which a script makes its calls, by name: `0.in.x` is the
+    argument x of the first draw, `0.back.0` the gradient that comes back into the first
+    of its outputs that has one. Without a backward pass there are no `back` tensors."""
     stored: dict[str, Tensor] = {}
     for i, draw in enumerate(call.draws):
         for name, x in draw.arguments.leaves().items():
@@ -423,8 +441,8 @@ def _stored_inputs(call: FunctionCall) -> dict[str, Tensor]:
 
 
 def _cotangents(draw: FunctionReference) -> Iterator[Tensor]:
-    """Yields the gradient that comes back into each of a draw's outputs that gradients
-    go back into, in their order and dtypes; nothing without gradients."""
+    """Yields the gradient that comes back into each differentiable output of a draw, in
+    their order and dtypes; nothing without a backward pass."""
     if draw.cotangents is not None:
         for i, name in enumerate(draw.plain.differentiable):
             output = draw.plain.outputs[name]
@@ -432,7 +450,9 @@ def _cotangents(draw: FunctionReference) -> Iterator[Tensor]:
 
 
 def _stored_exact(failing: FailingCall, tensor: str) -> dict[str, Tensor]:
-    """Returns the exact values of a tensor and what may be erred in it."""
+    """Returns by name, as in `x.exact`, three fp64 tensors of a tensor x: its exact
+    values (`exact`), the squared errors that are allowed (`allowed`), and those that are
+    explained (`explained`)."""
     judge, _ = failing.judged(tensor)
     allowed, explained = _allowed(judge)
     return {
@@ -443,8 +463,8 @@ def _stored_exact(failing: FailingCall, tensor: str) -> dict[str, Tensor]:
 
 
 def _written(folder: Path, text: str, tensors: Mapping[str, Tensor]) -> Path:
-    """Writes a script and its tensors into a new folder, and returns the script. Raises
-    MeasurementError where that cannot be done."""
+    """Writes a script and its tensors into a folder, which is made, and returns the path
+    of the script; older files are replaced. Raises MeasurementError where that fails."""
     from safetensors.torch import save_file
 
     script = folder / "reproduce.py"
@@ -465,9 +485,10 @@ def reproducer_of(
     target: str,
     directory: Path,
 ) -> tuple[Path | None, str]:
-    """Returns the script of the first finding that has one, and in a sentence why there
-    is none; neither where no finding is of the function, as where the reference
-    raises."""
+    """Returns the path of a script for the first finding that a script can be written
+    for, and an empty text; else None, and a sentence that says why the first attempt
+    failed. None and an empty text where no finding is an error or exception of the
+    function. `directory`: gets the folder `reproducers`."""
     why = ""
     for finding in findings:
         part = next((x for x in parts if x.format.name in finding.formats), None)

@@ -1,8 +1,8 @@
-"""A check of any function beside its reference: calls, rows, report.
+"""A check of a function beside its reference: calls, rows, report.
 
-The function runs first, on all of the calls, before anything of the reference is
-computed; then the reference says what is exact and what rounding explains
-(`numdev.operations.function`), and rows are measured as those of every operation."""
+The function runs first, on all calls, before anything of the reference is computed. Then
+the reference gives what is exact and what rounding explains
+(`numdev.operations.function`), and rows are measured as for every operation."""
 
 from __future__ import annotations
 
@@ -106,7 +106,8 @@ RunAll = Callable[[Sequence["Draw"]], Runs]
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """One draw of a call: what the function is called with."""
+    """One draw of a call: the arguments that the function gets, and the seed they were
+    made with."""
 
     call: int  # which call it is a draw of
     seed: int
@@ -115,7 +116,7 @@ class Draw:
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionPlan:
-    """What is to be judged: calls by name, each with its draws and with other data of the
+    """The calls to be judged, by name, each with its draws and with other data of the
     same arguments."""
 
     names: tuple[str, ...]
@@ -124,15 +125,16 @@ class FunctionPlan:
     redrawn: tuple[str, ...]  # arguments of the later calls that were all 0, or all 1
 
     def of(self, call: int) -> list[Draw]:
-        """Returns the draws of a call, by its index; empty for an index that no draw
-        has."""
+        """Returns the draws of a call, by its index, in order; empty for an index that no
+        draw has."""
         return [drawn for drawn in self.draws if drawn.call == call]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What a check is asked: a function by name, its reference, and how to run them. Of
-    floating-point arguments `format` is what they are rounded to; None: as they come."""
+    """The request of a check in one format: a function by name, its reference, and how
+    they are run. Floating-point arguments are rounded to `format`; None: they stay as
+    they are made."""
 
     name: str
     reference: Callable[..., object]
@@ -152,7 +154,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FunctionTensors:
-    """The tensors of an implementation as rows are measured: [1, 1, rows, features]."""
+    """The tensors of an implementation as rows, [1, 1, rows, features], by name."""
 
     tensors: Mapping[str, Tensor]
     ran: str | None = None
@@ -161,9 +163,10 @@ class FunctionTensors:
 
 def planned(asked: Asked, draws: int = 1) -> FunctionPlan:
     """Returns the calls of all seeds, each drawn `draws` times. With `asked.again` each
-    is followed by a second call on other data of the same shapes, those of the next seed
-    or else the first's elements in another order, in which arguments that were all 0 or
-    all 1 are redrawn."""
+    call is followed by a second one, named `... again`, on other data of the same shapes.
+    These are the data of the next seed; where it has none of these shapes, or the same
+    values, the first call's elements in another order. Arguments that are all 0 or all 1
+    are redrawn in them (`asked.redraws`). Raises what making the arguments raises."""
     calls: list[tuple[str, list[Draw], list[Arguments]]] = []
     dull: dict[str, None] = {}
     for seed in asked.seeds:
@@ -198,8 +201,9 @@ def planned(asked: Asked, draws: int = 1) -> FunctionPlan:
 
 
 def _call_name(asked: Asked, seed: int, index: int, count: int) -> str:
-    """Returns the name of a call of a seed, by its index among `count`: its label, if
-    calls have any, beside the seed where several are asked for."""
+    """Returns the name of a call of a seed, by its index among the `count` calls of that
+    seed: `seed 0`, `seed 0 call 2`; where calls have labels the label, with `+ seed 0`
+    where there are several seeds."""
     if asked.labels:
         several = len(asked.seeds) > 1
         return asked.labels[index] + (f" + seed {seed}" if several else "")
@@ -214,8 +218,8 @@ def _data(asked: Asked, seed: int) -> list[Arguments]:
 
 def is_few(runs: Runs, plan: FunctionPlan) -> bool:
     """Whether a real floating-point output of the first run has fewer than FEW numbers,
-    so that a call is to be drawn several times; False where that run failed or its
-    inputs have more than LARGEST_FOR_DRAWS numbers."""
+    so that a call must be drawn several times. False where that run failed, and for
+    inputs of more than LARGEST_FOR_DRAWS numbers."""
     first = runs[0]
     numbers = sum(x.numel() for x in plan.draws[0].arguments.leaves().values())
     if isinstance(first, Failure) or numbers > LARGEST_FOR_DRAWS:
@@ -229,10 +233,10 @@ def run_all(
 ) -> list[FunctionRun | Failure]:
     """Returns the results of the function on every draw, in order, run one after another
     in this process; a Failure with the reason where it raises an exception. A module is
-    copied once, so that a run may change what the next one starts from; arguments are
+    copied once for all runs, and one run may change the state for the next; arguments are
     copied for each run. Before each run memory of the sizes of its inputs and of the last
-    results is filled with NaN (integers: with 1), so that what the function does not
-    write is seen."""
+    results is filled with NaN (integers: with 1), which an output that the function does
+    not write then shows."""
     runs: list[FunctionRun | Failure] = []
     function = private(function)
     for drawn in draws:
@@ -250,10 +254,11 @@ def run_all(
 
 
 def served(work: Work) -> list[Answer]:
-    """Returns the results of a function on every draw, in a process of its own, which
-    imports it in the work's surroundings: a reason in words where a run failed. Where a
-    module is built and there is no draw, one answer, the names and shapes of its state as
-    JSON. Raises UsageError for a target that cannot be imported, or makes no module."""
+    """Returns the results of a function on every draw, or in place of a failed run its
+    reason in words. Called in a process of its own; imports the function in the
+    surroundings of `work`. Where a module is built and there is no draw, the only answer
+    is the shapes of its parameters and buffers by name, as JSON. Raises UsageError for a
+    target that cannot be imported, or makes no module."""
     around = work.surroundings
     function = (
         import_callable(work.target, "function")
@@ -277,10 +282,11 @@ def in_process(
     build: ModuleBuild | None = None,
     surroundings: Surroundings | None = None,
 ) -> RunAll:
-    """Returns a function that runs the function `target` on all draws in another
-    process, in `surroundings` if there are any; with `build` the module that it makes.
-    Where the process ends, or gives no usable answer, each draw is a Failure that says
-    so. That function raises UsageError where the process cannot import or make it."""
+    """Returns a function that runs the function `target` on all draws in another process;
+    with `build` the module that `target` makes. Where the process ends, or gives no
+    usable answer, it returns a Failure with the reason for each draw. It raises
+    UsageError where the process cannot import or make the function. `surroundings`: those
+    of the function in that process; None: none."""
 
     def run_draws(draws: Sequence[Draw]) -> Runs:
         pairs = tuple((draw.seed, draw.arguments) for draw in draws)
@@ -307,8 +313,8 @@ def in_process(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PreparedFunction:
-    """A call of a function as rows are measured of it: a `PreparedCall` with one unit and
-    all rows."""
+    """A call of a function, as a `PreparedCall` with one unit, all of whose rows are
+    measured."""
 
     call: FunctionCall
     format: Format
@@ -322,25 +328,26 @@ class PreparedFunction:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Returns the dtype of the first tensor that has numbers: an output, if the
-        function returns any."""
+        """Returns the dtype of the call's first tensor that has numbers: an output, if
+        there is one. Raises what the reference raises."""
         return next(iter(self.call.forms.values())).dtype
 
     @property
     def by_row(self) -> Sequence[str]:
-        """Returns the names of all tensors."""
+        """Returns the names of all tensors: the measured rows are all rows."""
         return tuple(self.call.judges)
 
     @cached_property
     def yardsticks(self) -> dict[str, Yardstick]:
-        """Returns the yardstick of each tensor, by name."""
+        """Returns the yardstick of each tensor, by name. Raises what the reference
+        raises."""
         return {name: self._yardstick(judge) for name, judge in self.call.judges.items()}
 
     def _yardstick(self, judge: Judge) -> Yardstick:
         """Returns the exact result as rows, with its floor and baseline. The terms of an
-        element are not known for a function: its term scale is the number of which a
-        single rounding errs as much as its operations do; of an integer, its absolute
-        value."""
+        element are not known for a function. In place of their size, the term scale is
+        the number for which a single rounding errs as much as the operations do; for an
+        integer its absolute value."""
         truth = in_rows(judge.truth.double())
         scale = truth.abs()
         if judge.errors is not None:
@@ -358,15 +365,16 @@ class PreparedFunction:
 
     @cached_property
     def baseline(self) -> FunctionTensors:
-        """Returns the reference's tensors as PyTorch runs it in the format, as rows."""
+        """Returns the tensors of the reference, as PyTorch runs it in the format, as
+        rows."""
         judges = self.call.judges
         return self.as_output({name: in_rows(x.plain) for name, x in judges.items()})
 
     def as_output(
         self, tensors: Mapping[str, Tensor], ran: str | None = None
     ) -> FunctionTensors:
-        """Returns the tensors, rows by name, as if the function had returned them,
-        integers and bools in float64; `ran`: what ran, in words."""
+        """Returns these tensors (rows, by name) as an output of the function, integers
+        and bools in float64. `ran`: what ran, in words."""
         return FunctionTensors(
             tensors={name: _floating(x) for name, x in tensors.items()}, ran=ran
         )
@@ -377,26 +385,26 @@ class PreparedFunction:
         return format_of(x.dtype)
 
     def unpredicted(self, claim: Mapping[str, object] | None, fmt: Format) -> str:
-        """Returns the reason why no rounding model predicts a function's errors: always
-        one."""
+        """Returns the reason why no rounding model predicts a function's errors; never
+        None."""
         return HELD_TO_REFERENCE
 
     def expected(self, claim: object, output: object) -> Mapping[str, Tensor]:
-        """Returns no tensors: nothing is predicted by a rounding model."""
+        """Returns an empty mapping: no rounding model predicts a function's results."""
         return {}
 
     def outside_sample(self, output: object) -> Mapping[str, Sequence[Outside]]:
-        """Returns nothing: all rows are measured."""
+        """Returns an empty mapping: all rows are measured."""
         return {}
 
     def annotate(self, *_: object) -> None:
-        """Does nothing: a function's numbers are put into rows when these are
-        finished."""
+        """Does nothing: a function's own numbers are put into rows later, by
+        `rows_of`."""
 
 
 class Functions:
-    """Functions as an operation: all rows are measured, and causes are named with the
-    rows."""
+    """Functions as an `Operation`: all rows are measured, and causes are searched later,
+    by `rows_of`."""
 
     @staticmethod
     def screened(call: PreparedFunction, output: object) -> PreparedFunction:
@@ -417,15 +425,16 @@ def _floating(x: Tensor) -> Tensor:
 
 
 def _promoting(x: Tensor) -> Tensor:
-    """Returns a tensor as `_floating` does, and one of 8 bits in float32, which has all
-    of its values: PyTorch promotes it with no other dtype."""
+    """Returns a floating-point tensor as it is, but one of 8 bits in float32, which has
+    all of its values, since PyTorch promotes it with no other dtype; integers and bools
+    in float64."""
     x = _floating(x)
     return x.float() if x.itemsize == 1 else x
 
 
 def in_rows(x: Tensor) -> Tensor:
-    """Returns a tensor of any shape as [1, 1, rows, features], its last axis being the
-    features; a scalar has one row and one feature, an empty tensor no rows and one
+    """Returns a tensor of any shape as [1, 1, rows, features]. Its last axis gives the
+    features. A scalar has one row and one feature, an empty tensor no rows and one
     feature."""
     width = x.shape[-1] if x.ndim and x.numel() else x.numel()
     return x.reshape(1, 1, -1, width) if width else x.reshape(1, 1, 0, 1)
@@ -443,10 +452,11 @@ def rows_of(
     run: RunAll,
 ) -> Iterator[DeviationRow]:
     """Yields the rows of one call: of inputs moved by half an ulp, of the floor, of the
-    reference as PyTorch runs it, and of the function (`runs`, one for each draw). All
-    are bare rows with a reason where the reference raises, the function's alone where
-    one of its runs failed. `earlier`: the exact results of the call before; `run`: runs
-    the function again, to name a cause."""
+    reference as PyTorch runs it, and of the function. Where the reference raises, all are
+    rows with a reason and no numbers; where one of the function's runs failed, the
+    function's row is. `runs`: the function's, one for each draw; `earlier`: the exact
+    results of the call before, by name; `run`: runs the function again, in search of a
+    cause."""
 
     def task(role: Role, name: str) -> Task:
         """Returns the task of a role."""
@@ -493,8 +503,8 @@ def _measured(
     runner: Runner,
 ) -> Rows:
     """Returns the rows of a task, with the numbers of its `tensors` beside the reference.
-    `forms`: why a tensor is of another form, by its name; `runner`: returns the output,
-    or raises where the role has none."""
+    `forms`: by name, why a tensor has another form than the reference's; `runner`:
+    returns the output, or raises for a role without a kernel."""
     kernel = Kernel(name=task.kernel, function=_nothing, claims=no_claim)
     measured = measure_task(
         task, kernel, prepared_call, system, runner, None, Functions()
@@ -507,7 +517,8 @@ def _measured(
 
 
 def _in_one_line(error: Exception) -> str:
-    """Returns an exception in one line, without its type where numdev raised it."""
+    """Returns an exception in one line: numdev's own as its message, any other with its
+    class."""
     return str(error) if isinstance(error, NumdevError) else one_line(error)
 
 
@@ -518,9 +529,10 @@ def _named(
     earlier: Values,
     run: RunAll,
 ) -> Iterator[DeviationRow]:
-    """Yields the rows of a function, with what it computes instead where one is far off:
-    found in the run `ran` of the first draw, else by another run on its inputs in
-    float32. A row that is not far off, or without such a cause, comes as it is."""
+    """Yields the rows of a function. A row that is far off gets the cause, another
+    function that explains its error: sought in the run `ran` of the first draw, else in a
+    new run on its inputs in float32. Where the search was not finished, `nulls` says why.
+    Other rows are yielded as they are."""
     rows = [_with_place(row, call, ran) for row in rows]
     far = [row.tensor for row in rows if _is_far_off(row)]
     causes, why = _causes(call.draws[0], ran, far, earlier)
@@ -545,9 +557,10 @@ def _named(
 
 
 def _named_reference(rows: Rows, reference: FunctionReference) -> Rows:
-    """Returns rows with what PyTorch computes in place of the reference, in those of the
-    reference as PyTorch runs it that err by more than FAR_OFF times what its operations
-    explain, where another function explains that. Other rows come as they are."""
+    """Returns the rows of one of ROLES. A row of the reference as PyTorch runs it, which
+    errs by more than FAR_OFF times what its operations explain, gets the function that
+    PyTorch computes in its place, where one explains that. Other rows are returned as
+    they are."""
     ratios = {
         row.tensor: row.beside_reference.predicted_ratio or 0.0
         for row in rows
@@ -562,8 +575,9 @@ def _named_reference(rows: Rows, reference: FunctionReference) -> Rows:
 
 
 def _with_place(row: DeviationRow, call: FunctionCall, ran: FunctionRun) -> DeviationRow:
-    """Returns a row that is far off with the places that err, where they are some of an
-    axis of the call's only draw; any other row as it is."""
+    """Returns a row that is far off with `errs_in`: the entries of an axis that err, in
+    words, where they are some of the axis and the call has one draw. Other rows are
+    returned as they are."""
     if not _is_far_off(row) or len(call.draws) > 1:
         return row
     errors = call.judges[row.tensor].errors
@@ -578,9 +592,10 @@ def _with_place(row: DeviationRow, call: FunctionCall, ran: FunctionRun) -> Devi
 def _causes(
     reference: FunctionReference, ran: FunctionRun, names: Sequence[str], earlier: Values
 ) -> tuple[Named, str | None]:
-    """Returns the functions that explain the outputs `names` of a run, by name, empty
-    where it has none of them or nothing explains them; and in words why nothing was
-    looked for to the end, None where it was."""
+    """Returns by name the functions that explain the outputs `names` of a run, and None;
+    or an empty mapping, and in words why the search was not finished. Empty too where
+    nothing explains them, and where the run has none of them. `earlier`: exact results of
+    the call before, by name."""
     outputs = {name: as_real(ran.tensors[name]) for name in names if name in ran.tensors}
     if not outputs:
         return {}, None
@@ -591,9 +606,9 @@ def _causes(
 def _causes_in_float32(
     reference: FunctionReference, run: RunAll, names: Sequence[str]
 ) -> tuple[Named, str | None]:
-    """Returns what explains outputs where the inputs are in float32, in which rounding
-    hides less, by name, empty where the function does not take them; and why nothing was
-    looked for to the end, if so."""
+    """Returns by name the functions that explain the outputs `names` of a new run on
+    float32 inputs, in which rounding hides less; and why the search was not finished,
+    None where it was. Empty where the function fails on these inputs."""
     wide = prepared(reference.arguments, FORMATS["float32"], reference.device)
     [ran] = run([Draw(call=0, seed=reference.seed, arguments=wide)])
     if isinstance(ran, Failure):
@@ -602,9 +617,9 @@ def _causes_in_float32(
 
 
 def _is_far_off(row: DeviationRow) -> bool:
-    """Whether a row errs so much, over all or in its worst slice beyond luck, that
-    another function may explain it tenfold: by more than FAR_OFF times what rounding
-    explains. False for a row without such numbers."""
+    """Whether a row errs by more than FAR_OFF times what rounding explains, over all
+    elements or in its worst slice beyond luck; then another function may explain the
+    error. False for a row without such numbers."""
     beside = row.beside_reference
     if row.status != "ok" or beside is None or beside.reference_ratio is None:
         return False
@@ -613,22 +628,22 @@ def _is_far_off(row: DeviationRow) -> bool:
 
 
 def _nothing(case: object) -> None:
-    """Returns None, in place of a kernel's function: the outputs are here already."""
+    """Returns None. It stands in place of a kernel's function, which is never called."""
 
 
 def _giving(output: FunctionTensors) -> Runner:
-    """Returns a runner that runs no kernel and returns this output."""
+    """Returns a runner that runs no kernel and returns `output`."""
     return cast(Runner, lambda *_, **__: output)
 
 
 def _never(*_: object, **__: object) -> Failure:
-    """Raises MeasurementError whenever it is called: a runner where no kernel runs."""
+    """A runner for roles without a kernel. Raises MeasurementError when it is called."""
     raise MeasurementError("it runs no kernel")
 
 
 def _values_of(role: str, judges: Mapping[str, Judge]) -> dict[str, Tensor | None]:
-    """Returns the tensors of a role: of `baseline` the reference as PyTorch runs it, of
-    any other the floor."""
+    """Returns the tensors of a role, by name: for `baseline` the reference as PyTorch
+    runs it, for another role the floor."""
     if role == "baseline":
         return {name: judge.plain for name, judge in judges.items()}
     return {name: judge.floor for name, judge in judges.items()}
@@ -640,11 +655,12 @@ def _with_numbers_beside_reference(
     tensors: Tensors,
     wrong: Forms,
 ) -> DeviationRow:
-    """Returns a row of status `ok` with its numbers beside the reference; `nulls` grow
-    by theirs, `nonfinite` is counted anew, and `overflow` where there is any. Where
-    `tensors` has None, for a tensor of another form, the row stays `ok` with no elements
-    and no other numbers, and `beside_reference.form` says what `wrong` has. Rows that
-    are not `ok`, and those of `precision`, come back as they are."""
+    """Returns a row of status `ok` with its numbers beside the reference. The reasons why
+    some of these are null are added to `nulls`; `nonfinite` is counted anew, and
+    `overflow` too where it is not 0. Where `tensors` has None, for a tensor of another
+    form, the row stays `ok` with no elements and no other numbers, and
+    `beside_reference.form` says what `wrong` has. Rows that are not `ok`, and those of
+    the role `precision`, are returned as they are."""
     if row.status != "ok" or row.role == "precision":
         return row
     x = tensors[row.tensor]
@@ -664,7 +680,8 @@ def _with_numbers_beside_reference(
 
 
 def _with_layout(row: DeviationRow, layouts: Mapping[str, str]) -> DeviationRow:
-    """Returns a row with its tensor's entry in `layouts`; without one, as it is."""
+    """Returns a row with its tensor's clause of `layouts` (how it differs harmlessly in
+    layout); as it is where that has none, and without numbers beside the reference."""
     if row.tensor not in layouts or row.beside_reference is None:
         return row
     beside = row.beside_reference.model_copy(update={"layout": layouts[row.tensor]})
@@ -674,8 +691,8 @@ def _with_layout(row: DeviationRow, layouts: Mapping[str, str]) -> DeviationRow:
 def _without_numbers(
     row: DeviationRow, numbers: BesideReference, nulls: dict[str, str]
 ) -> DeviationRow:
-    """Returns a row that names the tensor and has only `numbers`, with no elements
-    measured."""
+    """Returns a row that names the tensor, has no elements, and of numbers beside the
+    reference only `numbers`."""
     fields = ("case", "source", "module", "layer", "call", "seed", "role", "kernel",
               "options", "format", "head", "tensor", "tensors", "status")  # fmt: skip
     return DeviationRow(
@@ -689,7 +706,7 @@ def _without_numbers(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FormatPart:
-    """What was asked in one format, its calls, and what the function came to in them."""
+    """A check in one format: the request, its calls, and the function's runs of them."""
 
     asked: Asked
     plan: FunctionPlan
@@ -712,10 +729,11 @@ def judge_function_runs(
     tolerance: tuple[float, float] | None = None,
 ) -> tuple[FunctionReport, Judgement]:
     """Returns the report of a function that was run in each format, and its judgement
-    under the rules. With a `tolerance` (rtol, atol) also which wrong kernels that passes
-    on the first call of each format. Computes the reference of every call, and runs the
-    function once more, on float32 inputs, where a large error has no cause in its own
-    run. `parts`: at least one, of one function."""
+    under the rules. Computes the reference of every call. Runs the function once more, on
+    float32 inputs, where a large error has no cause in its own run. `parts`: at least
+    one, of one function; `request`: for the report; `tolerance`: (rtol, atol), of which
+    the report then says which wrong kernels it passes on the first call of each
+    format."""
     watch = Stopwatch(system.device)
     rows: list[DeviationRow] = []
     records: dict[str, FunctionCallRecord] = {}
@@ -761,10 +779,10 @@ def judge_function_runs(
 def _update_influences(
     influences: dict[str, InputRecord], call: FunctionCall, part: FormatPart
 ) -> None:
-    """Puts a record of each input of a call into `influences`, by name, where it moves
-    what the reference returns by more than it did before. Inputs that calls before have
-    shown to be judged are not tried again; nothing is tried where a single output is
-    judged, or the reference raises."""
+    """Puts a record of each input of a call into `influences`, by name, in place, where
+    it moves the reference's result by more than in calls before. Inputs that earlier
+    calls have shown to be judged are not tried again. Does nothing with `asked.again`
+    False, and where the reference raises."""
     if not part.asked.again:
         return
     left = [name for name, record in influences.items() if not record.is_judged]
@@ -790,8 +808,8 @@ def _update_influences(
 
 
 def _of_numbers(call: FunctionCall, names: Sequence[str]) -> list[Influence]:
-    """Returns the influence of each number that the reference computes with; nothing
-    where it does not run with another one."""
+    """Returns the influence of each of the numbers `names` (empty: of all) that the
+    reference computes with; empty where it does not run with another number."""
     device = torch.device(call.draws[0].device).type
     search = lambda: [list(x) for x in influences_of_numbers(call, names)]  # noqa: E731
     data, _ = guarded_data(search, device)
@@ -800,8 +818,9 @@ def _of_numbers(call: FunctionCall, names: Sequence[str]) -> list[Influence]:
 
 
 def calls_of_part(part: FormatPart) -> Iterator[tuple[FunctionCall, Runs]]:
-    """Yields each call with its reference, and in order of its draws the function's
-    runs: a Failure where one failed."""
+    """Yields each call with its reference, and the function's runs in order of its draws:
+    a Failure in place of one that failed. Where the reference alone widens to float64,
+    the call is compared in the dtype that the first run returned."""
     by_call: dict[int, list[FunctionRun | Failure]] = {}
     for draw, ran in zip(part.plan.draws, part.runs, strict=True):
         by_call.setdefault(draw.call, []).append(ran)
@@ -815,7 +834,7 @@ def calls_of_part(part: FormatPart) -> Iterator[tuple[FunctionCall, Runs]]:
 
 
 def _call_of(asked: Asked, plan: FunctionPlan, number: int) -> FunctionCall:
-    """Returns a call, by its index, with a reference for each draw."""
+    """Returns a call, by its index in the plan, with a reference for each draw."""
     references = [
         FunctionReference(
             function=asked.reference,
@@ -844,7 +863,7 @@ def format_of_inputs(arguments: Arguments) -> Format:
 
 def _exact(call: FunctionCall) -> Values:
     """Returns the exact results of a call's first draw, by name; empty where the
-    reference raises an exception."""
+    reference raises an exception. Computed once for the call."""
     try:
         return call.draws[0].truth
     except Exception:  # its rows say why
@@ -853,8 +872,8 @@ def _exact(call: FunctionCall) -> Values:
 
 def _in_float32(call: FunctionCall, fmt: Format) -> Iterator[str]:
     """Yields a sentence that names the operators that the reference computes in float32
-    in this format, since PyTorch has no kernel; nothing without any, and where the
-    reference raises an exception."""
+    in this format, since PyTorch has no kernel of them; nothing where there is no such
+    operator, and where the reference raises an exception."""
     try:
         ran = call.draws[0].plain
     except Exception:  # its rows say why
@@ -868,8 +887,9 @@ def _in_float32(call: FunctionCall, fmt: Format) -> Iterator[str]:
 
 
 def _record(call: FunctionCall, fmt: Format) -> FunctionCallRecord:
-    """Returns the report's record of a call, with the extents of its tensors by name;
-    where the reference raises an exception, of an output of one row."""
+    """Returns the report's record of a call, with the number of rows and features of its
+    tensors, by name; where the reference raises an exception, those of an output of one
+    row."""
     extents: dict[str, Extent] = {}
     try:
         for name, judge in call.judges.items():
@@ -883,7 +903,8 @@ def _record(call: FunctionCall, fmt: Format) -> FunctionCallRecord:
 
 
 def _plan_record(parts: Sequence[FormatPart]) -> PlanRecord:
-    """Returns what was to be measured, for the report. `parts`: at least one."""
+    """Returns the plan for the report: all roles, the formats and the calls. `parts`: at
+    least one."""
     asked = parts[0].asked
     roles = [*ROLES, ("kernel", asked.name)]
     return PlanRecord(
@@ -896,8 +917,9 @@ def _plan_record(parts: Sequence[FormatPart]) -> PlanRecord:
 
 
 def _doubts(plan: FunctionPlan) -> Iterator[str]:
-    """Yields a sentence that names the arguments that are all 0 or all 1 in the inputs,
-    of which leaving them out changes nothing; nothing without any."""
+    """Yields a sentence that names the arguments that are all 0 or all 1 in the first
+    calls, so that code that leaves them out would pass there; nothing without such
+    arguments."""
     if plan.redrawn:
         names = ", ".join(plan.redrawn)
         yield (

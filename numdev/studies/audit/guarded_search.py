@@ -1,9 +1,10 @@
-"""The search for a cause in a process of its own: code that ends its process costs the
-name then, and no verdict. The reference with other options is foreign code in a state
-that nobody has tried, on which PyTorch may crash.
+"""The search for a cause in a process of its own: a crash then costs the cause's name,
+and no verdict. The reference with other options is foreign code in a state that nobody
+has tried, on which PyTorch may crash.
 
-The process is a fork that computes with one thread, since those of the parent are gone in
-it. Where there may be no fork (no Linux, CUDA in use) the search runs here."""
+The process is a fork that computes with one thread, since the parent's other threads do
+not exist in it. Where a fork is not possible (no Linux, CUDA in use) the search runs in
+this process, without a time limit."""
 
 from __future__ import annotations
 
@@ -33,8 +34,9 @@ GIVEN_UP = "the search"  # what begins so took too long, or ended its process
 
 
 def guarded(search: Search, device: str) -> tuple[Named, str | None]:
-    """Returns what a search names, and None; or nothing, and in words why: it raised, it
-    ended its process, or took longer than LIMIT_S. `device`: where it computes."""
+    """Returns what a search names, and None; or an empty mapping, and in words why: the
+    search raised, it ended its process, or it took longer than LIMIT_S seconds. `device`:
+    where it computes, `cpu` or `cuda`."""
 
     def plain() -> object:
         """Returns what the search names as plain data."""
@@ -50,8 +52,9 @@ def guarded(search: Search, device: str) -> tuple[Named, str | None]:
 
 
 def guarded_data(search: Callable[[], object], device: str) -> tuple[object, str | None]:
-    """Returns what a search returns, plain data that JSON has, and None; or None, and in
-    words why: as of `guarded`."""
+    """Returns what a search returns, and None; or None, and in words why it failed, as
+    `guarded`. `search`: returns plain data that JSON has. After a fork tuples come back
+    as lists."""
     is_forked = device == "cpu" and sys.platform == "linux"
     if is_forked and not torch.cuda.is_initialized():
         return _in_a_fork(search)
@@ -59,8 +62,8 @@ def guarded_data(search: Callable[[], object], device: str) -> tuple[object, str
 
 
 def _data_or_reason(search: Callable[[], object]) -> tuple[object, str | None]:
-    """Returns what a search returns, and None; or None, and in words why it raised:
-    numdev's own error, or only that it did. KeyboardInterrupt passes."""
+    """Returns what a search returns, and None; or None, and why it raised: the message of
+    numdev's own error, else RAISED. KeyboardInterrupt is raised as it is."""
     try:
         return search(), None
     except NumdevError as error:
@@ -70,9 +73,9 @@ def _data_or_reason(search: Callable[[], object]) -> tuple[object, str | None]:
 
 
 def _in_a_fork(search: Callable[[], object]) -> tuple[object, str | None]:
-    """Returns what a search in a forked process returns, as JSON has it, and None; or
-    None and why there is nothing, after LIMIT_S at the latest. The process is gone
-    then."""
+    """Runs a search in a forked process. Returns its result, as JSON gives it back, and
+    None; or None, and why there is none, after LIMIT_S seconds at the latest. The process
+    is ended in any case."""
     answer, write = os.pipe()
     with warnings.catch_warnings():
         # Of other threads, which the fork does not need
@@ -99,8 +102,8 @@ def _in_a_fork(search: Callable[[], object]) -> tuple[object, str | None]:
 
 
 def _search_and_exit(search: Callable[[], object], write: int) -> None:
-    """Writes what `_data_or_reason` returns of a search into a descriptor, as JSON, and
-    ends the process; never returns. What foreign code prints goes to stderr."""
+    """Runs in the fork: writes what `_data_or_reason` returns into a descriptor, as JSON,
+    and ends the process. What foreign code prints goes to stderr. Does not return."""
     try:
         os.dup2(2, 1)
         faulthandler.disable()  # a test runner's, which would show the parent's stack
@@ -113,8 +116,8 @@ def _search_and_exit(search: Callable[[], object], write: int) -> None:
 
 
 def _read(descriptor: int, until: float) -> str | None:
-    """Returns all that comes from a descriptor; None where it has no end by a deadline of
-    time.monotonic()."""
+    """Returns all that comes from a descriptor until it is closed, as text; None where it
+    is not closed by the deadline `until` (of `time.monotonic`)."""
     parts: list[bytes] = []
     while True:
         left = max(0.0, until - time.monotonic())

@@ -1,5 +1,5 @@
-"""Ctrl-C by a handler of our own, Ctrl-C that waits, and whether an exception is Ctrl-C
-at all."""
+"""Ctrl-C with a handler of numdev, Ctrl-C that waits for the end of a block, and whether
+an exception came from Ctrl-C at all."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from types import FrameType
 
 @contextlib.contextmanager
 def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[object]:
-    """Runs the block with SIGINT handled by `handler`; gives the handler before, and
-    restores it. In other threads than the main one it changes nothing and gives None."""
+    """Runs the block with SIGINT handled by `handler`. Gives the handler that was set
+    before, and sets it again at the end. In a thread other than the main one it changes
+    nothing and gives None."""
     if threading.current_thread() is not threading.main_thread():
         yield None
         return
@@ -26,10 +27,10 @@ def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[objec
 
 @contextlib.contextmanager
 def noticing() -> Iterator[Callable[[], bool]]:
-    """Gives a function that tells whether an interrupt came since the block began, which
-    tells the user's from a KeyboardInterrupt that foreign code raised. What handled it
-    before still does, or it is ignored still; where that is not Python's, the function
-    says False."""
+    """Gives a function that says whether SIGINT came since the block began. That tells
+    the user's Ctrl-C from a KeyboardInterrupt that foreign code raised. The handler that
+    was set before is still called, and an ignored signal stays ignored. The function
+    always says False in other threads, and where SIGINT has no handler of Python."""
     before = signal.getsignal(signal.SIGINT)
     came = threading.Event()
     # It ends the process, or is not Python's
@@ -48,9 +49,8 @@ def noticing() -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """Runs the block, which must not be done by halves, before an interrupt that comes
-    meanwhile has its effect: it raises KeyboardInterrupt at the end. A second one does at
-    once."""
+    """Runs a block that must be done whole. A first SIGINT during the block raises
+    KeyboardInterrupt at its end; a second one raises it at once."""
     came = False
 
     def remember(number: int, frame: object) -> None:

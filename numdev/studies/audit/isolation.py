@@ -1,11 +1,11 @@
-"""Kernels are foreign code: what one does wrong costs its own row.
+"""Kernels are foreign code: a fault of one costs its own row alone.
 
 `attempt` runs a kernel here and turns what it raises into a `Failure` with its reason in
 words. A CUDA fault ruins its process, a segmentation fault ends it, a hang never does:
 `Isolated` runs kernels in a worker process with a time limit, kept as long as nothing
 fails, bit for bit as here. `worker_start` starts the worker, and `worker_supervisor` ends
-all that it started: at the limit, on Ctrl-C, on `close`, and when this process is gone.
-(`multiprocessing` would import the caller's main module.)"""
+all that the worker started: at the limit, on Ctrl-C, on `close`, and when this process is
+gone. (`multiprocessing` would import the caller's main module.)"""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ from numdev.temporary_files import remove_stale
 
 @dataclass(frozen=True)
 class Failure:
-    """Why there is no output. Plain words: an exception would keep the kernel's tensors
-    alive."""
+    """Why a kernel gave no output, in plain words: an exception would keep the kernel's
+    tensors alive."""
 
     status: Literal["skipped", "failed"]
     reason: str
@@ -76,9 +76,10 @@ def attempt(
     within: Within = contextlib.nullcontext,
 ) -> Output | Failure:
     """Returns the kernel's output, with `gradients` that of one training step; or a
-    Failure with what went wrong, be it an exception that is no `Exception`; the user's
-    Ctrl-C alone comes out as KeyboardInterrupt. The kernel gets a copy of the inputs, in
-    the state of `within`, so that writing into them, a failure, spoils no other's."""
+    Failure that says what went wrong: `skipped` where the kernel declines (Refused),
+    `failed` for any other exception, SystemExit included, and for a kernel that writes
+    into its inputs. Only the user's Ctrl-C is raised, as KeyboardInterrupt. The kernel
+    gets a copy of the inputs, in the state of `within`, and the output is copied too."""
     run = kernel.gradients if gradients else kernel.attend
     with noticing() as is_interrupted:
         try:
@@ -105,9 +106,9 @@ def attempt(
 
 
 def copied(record: Any, device: str | torch.device | None = None) -> Any:
-    """Returns a case or an output with detached copies of its tensors, laid out alike;
-    device None: all are copied; with a `device` its tensors are there, and copied only
-    where they were elsewhere."""
+    """Returns a case or an output with its tensors detached. Without a `device` all
+    tensors are copied; with one they are on it, and those that were on it already are not
+    copied. Strides stay."""
     moved = {
         name: strided_as(x.detach().to(device or x.device, copy=device is None), x)
         for name, x in tensors_of(record).items()
@@ -116,7 +117,7 @@ def copied(record: Any, device: str | torch.device | None = None) -> Any:
 
 
 def tensors_of(record: object) -> dict[str, Tensor]:
-    """Returns the tensors of a case or an output by the field's name."""
+    """Returns the tensors among the attributes of a case or an output, by name."""
     return {name: x for name, x in vars(record).items() if isinstance(x, Tensor)}
 
 
@@ -129,7 +130,8 @@ NOTHING = bytes(TOKEN_BYTES)  # the token of the answer to no task: the worker i
 
 
 class IsolatedRun(NamedTuple):
-    """A kernel by its name, and what it is run with; equal for the very same case."""
+    """A kernel by its name, and its arguments. Two are equal only for the very same case,
+    the same options, gradients and `within`."""
 
     name: str
     case: AttentionCase
@@ -144,7 +146,7 @@ Run = Future[Output | Failure | None]
 
 @dataclass
 class Begun:
-    """Runs of a call in a worker that have begun, and end while this process goes on."""
+    """Runs of one call that have begun in a worker, while this process goes on."""
 
     call: IsolatedRun
     ready: Future[None]  # raises where the worker cannot be started
@@ -153,9 +155,9 @@ class Begun:
 
 
 class Isolated(contextlib.AbstractContextManager["Isolated"]):
-    """Runs kernels in a worker process, which is started when it is first needed, or by
-    `start`. Use as a context manager; not from two threads at once. `limit_s`: seconds
-    for a kernel."""
+    """Runs kernels in a worker process, as `attempt` does in this one. The process is
+    started when it is first needed, or by `start`. Use as a context manager; not from two
+    threads at once. `limit_s`: seconds for a kernel."""
 
     def __init__(self, limit_s: float = 60.0) -> None:
         self.limit_s = limit_s
@@ -167,8 +169,9 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
         self.close()
 
     def start(self, started: WorkerProcess | None = None) -> None:
-        """Takes a process as its worker, which must have none, or starts one; it need not
-        be ready yet. Raises OSError where no process can be started."""
+        """Takes a process as the worker, or starts one; it need not be ready yet. There
+        must be no worker. `started`: the process; None: a new one. Raises OSError where
+        no process can be started."""
         self.worker = Worker(started or WorkerProcess.start())
 
     def __call__(
@@ -180,13 +183,14 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
         gradients: bool = False,
         within: Within = contextlib.nullcontext,
     ) -> Output | Failure:
-        """Returns what `attempt` gives for the kernel of this name, or takes a run that
-        `begin` has begun. The limit is for the task's way there, and again for the
-        kernel, its compilation and the answer, not for the start of a worker. A kernel
-        that fails where another one ran is asked again where none did, so that what one
-        leaves behind costs no other its row; one that fails ends the worker. Raises
-        MeasurementError where no worker can be started, and OSError where no process can
-        be; any exception, Ctrl-C included, ends the worker first."""
+        """Returns what `attempt` returns for the kernel of this name in the worker; the
+        result of a run that `begin` has begun, if there is one for the same arguments.
+        The limit holds for sending the task, and again for the kernel, its compilation
+        and the answer; it does not hold for the start of a worker. A kernel that fails in
+        a worker where another kernel ran is run again in a new one, so that another
+        kernel's fault costs it no row. A failure ends the worker. Raises MeasurementError
+        where no worker can be started, and OSError where no process can be. Every
+        exception, Ctrl-C included, ends the worker first."""
         call = IsolatedRun(kernel.name, case, dict(options), gradients, within)
         try:
             result, was_shared = self._result_of(call)
@@ -213,10 +217,10 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
         times: int = 1,
     ) -> None:
         """Begins to run a kernel `times` times, one after another, while this process
-        goes on: as many calls with the same arguments take what comes of it, as if each
-        had run it. Does nothing where the same call has begun and exactly `times` results
-        are left to take; else waits for a run that goes on, and drops what is left. So
-        does any other call. Raises MeasurementError where the worker could not be
+        goes on. As many later calls with the same arguments take the results. Does
+        nothing where these runs have begun already and exactly `times` results are left
+        to take. Otherwise, as any other call does, waits for the run that goes on, and
+        drops results that are left. Raises MeasurementError where the worker could not be
         started, and OSError where no process can be."""
         call = IsolatedRun(
             kernel.name, case, dict(options), gradients, contextlib.nullcontext
@@ -226,9 +230,10 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
             self._begin(call, times)
 
     def _begin(self, call: IsolatedRun, times: int = 1) -> Begun:
-        """Begins to run a call `times` times, one after another, and returns the runs;
-        each is None where the one before gave no output. Waits first for a run that
-        nobody takes, and drops those that have not begun."""
+        """Begins to run a call `times` times, one after another, and returns the runs. A
+        run is None where the one before gave no output. First waits for the run that goes
+        on, cancels those that have not begun, and drops their results. Raises as
+        `_worker_for`."""
         for left in reversed(self._begun.results if self._begun else ()):
             # A worker has one task at a time
             if not left.cancel():
@@ -243,7 +248,7 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
         is_shared = bool(worker.kernels - {name})
 
         def run(before: Run | None) -> Output | Failure | None:
-            """Returns the worker's answer; None where the run before gave no output, or
+            """Returns the worker's answer. None where the run `before` gave no output, or
             the worker has ended since."""
             # The first is sure of its worker, which `_worker_for` has looked at
             if before is not None and (
@@ -259,9 +264,9 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
         return self._begun
 
     def _result_of(self, call: IsolatedRun) -> tuple[Output | Failure, bool]:
-        """Returns what comes of a call, and whether another kernel ran in its worker
-        before. Takes the next run where the same call was begun, else begins one; waits
-        for it."""
+        """Returns the result of a call, and whether another kernel ran in the worker
+        before. Takes the next run where this call was begun, else begins one, and waits
+        for it. Raises as `_worker_for`."""
         begun = self._begun
         if begun is None or begun.call != call or not begun.results:
             begun = self._begin(call)
@@ -274,18 +279,19 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
         return result, begun.is_shared
 
     def close(self) -> None:
-        """Ends the worker, and all that it started; does nothing without one. Runs that
-        have begun are lost. This object can be used again: the next call starts a
-        worker."""
+        """Ends the worker, and all that it started; does nothing without a worker.
+        Results of runs that have begun are lost. This object can be used again: the next
+        call starts a worker."""
         worker, self.worker, self._begun = self.worker, None, None
         if worker is not None:
             worker.close()
 
     def _worker_for(self, name: str) -> Worker:
-        """Returns a worker that will take a task: the present one; or a fresh one, which
-        may not be ready yet, where that is gone or spoiled, or for a kernel that has
-        failed before, which would only be asked twice. Raises MeasurementError where the
-        present one could not be started, and OSError where no process can be."""
+        """Returns a worker that will take a task for the kernel `name`. That is the
+        present one, unless it is gone or spoiled, or the kernel has failed before and
+        another kernel ran there; then it is a new one, which may not be ready yet. Raises
+        MeasurementError where the present one could not be started, and OSError where no
+        process can be."""
         worker = self.worker
         # Nothing has run yet where it is not ready
         if worker is not None and worker.ready.done():
@@ -302,7 +308,8 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
 
 @dataclass(eq=False)
 class Worker:
-    """A process that answers tasks, from here: `process` is its supervisor."""
+    """A process that answers tasks, as this process sees it. `process` is the worker's
+    supervisor."""
 
     started: WorkerProcess
     kernels: set[str] = field(default_factory=set)  # that were run there
@@ -319,8 +326,9 @@ class Worker:
         self.ready = self.thread.submit(self.expect_ready)
 
     def expect_ready(self) -> None:
-        """Waits until the worker has imported what it needs. Raises MeasurementError
-        where it cannot, or takes longer than START_S."""
+        """Waits until the worker says that it has imported what it needs. Raises
+        MeasurementError where it ends before, sends something else, or takes longer than
+        START_S seconds."""
         try:
             token = self.channel.read(TOKEN_BYTES, time.monotonic() + START_S)
             reason = UNUSABLE if token != NOTHING else None
@@ -332,15 +340,16 @@ class Worker:
             raise MeasurementError(f"an isolated process cannot be started: {reason}")
 
     def is_spoiled(self) -> bool:
-        """Whether the process has ended, or sent what nobody asked for."""
+        """Whether the process has ended, or has sent something that no task asked for."""
         return self.process.poll() is not None or not self.channel.is_clean()
 
     def answer(
         self, name: str, task: bytes, case: AttentionCase, limit_s: float
     ) -> Output | Failure:
-        """Returns the worker's answer to a kernel's task (`packed`), on the case's
-        device, or a Failure that says how the worker ended, that it took longer than
-        `limit_s` seconds, or that its answer is unusable."""
+        """Returns the worker's answer to a task, on the case's device. `name`: the
+        kernel's; `task`: as `packed` returns it. Returns a Failure where the kernel gave
+        no output, the worker ended, it took longer than `limit_s` seconds, or the answer
+        is unusable."""
         self.kernels.add(name)
         self.channel.forget()
         token = secrets.token_bytes(TOKEN_BYTES)
@@ -360,9 +369,10 @@ class Worker:
             return Failure("failed", f"{UNUSABLE} ({one_line(error)})")
 
     def fate(self) -> str:
-        """Returns how the process ended, and the last line it wrote to stderr, in words.
-        Waits for its end for END_S seconds; of one that runs on it says that its pipe is
-        closed."""
+        """Returns in words how the process ended, with the last line of its stderr: `its
+        process was killed by SIGSEGV (...)`, `its process ended with exit code 1`. Waits
+        up to END_S seconds for its end; of one that still runs it says that the process
+        closed its pipe."""
         try:
             code = self.process.wait(timeout=END_S)
         except subprocess.TimeoutExpired:
@@ -377,8 +387,8 @@ class Worker:
         return f"{what} ({line})" if line else what
 
     def close(self) -> None:
-        """Ends the process and all that it started, and removes temporary files that it
-        left. This object cannot be used again."""
+        """Ends the process and all that it started, and removes temporary files of dead
+        processes. This object cannot be used again."""
         self.started.end()
         # Without a process it has its answer; only then is nothing read any more
         self.thread.shutdown(cancel_futures=True)
@@ -387,8 +397,8 @@ class Worker:
 
 
 def serve(descriptor: int) -> None:
-    """Runs one task after another, in the worker, until nobody sends any more; ends the
-    process then. `descriptor`: of the socket."""
+    """Runs one task after another, in the worker, until numdev closes the socket; then
+    ends the process. `descriptor`: the socket's. Does not return."""
     end = socket.socket(fileno=descriptor)
     with contextlib.suppress(OSError):  # Linux: when memory runs out, take this process
         Path("/proc/self/oom_score_adj").write_text("1000")
@@ -427,22 +437,23 @@ def serve(descriptor: int) -> None:
 
 
 def packed(message: object) -> bytes:
-    """Returns the message as bytes. By torch's pickling: Python's own cannot read tensors
-    of 8 bits."""
+    """Returns a message as bytes, pickled by torch: Python's own pickling cannot read
+    tensors of 8 bits."""
     buffer = io.BytesIO()
     torch.save(message, buffer)
     return buffer.getvalue()
 
 
 def unpacked(sent: bytes | bytearray) -> Any:
-    """Returns the message that numdev packed for its worker. Only for that way: what
-    comes back is foreign, and is never unpickled."""
+    """Returns the message that `packed` made. It unpickles: only for messages of numdev
+    to its worker, never for a worker's answer, which is foreign."""
     return torch.load(io.BytesIO(sent), weights_only=False)
 
 
 @contextlib.contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Runs the block with PyTorch on so many threads of the CPU."""
+    """Runs the block with PyTorch on `count` threads of the CPU; sets the former number
+    again at the end."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -457,9 +468,9 @@ SMALL = 1 << 20
 
 
 def fitting_threads(numbers: int) -> AbstractContextManager[None]:
-    """Returns a context with PyTorch on as many threads of the CPU as suit work whose
-    largest tensor has so many numbers: one, or all. By the shape alone, and never by the
-    load, since sums may depend on it."""
+    """Returns a context with PyTorch on one thread of the CPU, or on all for work whose
+    largest tensor has at least SMALL numbers (`numbers`). It depends on the shape alone,
+    never on the load, since sums may depend on the number of threads."""
     return threads(1 if numbers < SMALL else torch.get_num_threads())
 
 
@@ -467,14 +478,15 @@ SETTINGS = {**switches(), "threads": (torch.get_num_threads, torch.set_num_threa
 
 
 def torch_settings() -> dict[str, object]:
-    """Returns the present values of torch's settings that a kernel's result depends on,
-    by name."""
+    """Returns the present values of the settings of torch that change a kernel's result,
+    by the names in SETTINGS."""
     return {name: read() for name, (read, _) in SETTINGS.items()}
 
 
 def set_torch(wanted: Mapping[str, Any]) -> None:
-    """Sets torch's settings to the values that `torch_settings` returned elsewhere; one
-    that has its value already is not set again, which may have effects."""
+    """Sets torch's settings to values that `torch_settings` returned, perhaps in another
+    process. A setting that has its value already is not set again, which may have
+    effects. Raises KeyError for a missing one."""
     now = torch_settings()
     for name, (_, set_to) in SETTINGS.items():
         if now[name] != wanted[name]:

@@ -1,12 +1,13 @@
-"""What is finished stays finished: a run's rows on disk, task by task.
+"""The rows of a run on disk, task by task, so that a finished task is never measured
+twice.
 
 The journal (`rows.jsonl`) is a header that names the request and the environment, then
 one line for each finished task, written at once: killed at any moment, it loses at most
-the line being written. The last key of a line is the SHA-256 of all lines up to it, so
-that one that was edited, removed, repeated or moved is told from the torn last one. The
-same request in the same environment continues where it stopped; anything else is refused,
-unless nothing was measured before the run failed. A run without a directory has its
-journal in memory."""
+the line being written. The last key of a line is the SHA-256 of all lines up to it, by
+which a line that was edited, removed, repeated or moved is told from a torn last one. The
+same request in the same environment continues where it stopped. Every other one is
+refused, unless nothing was measured before. A run without a directory has its journal in
+memory."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ class _Header(BaseModel):
 
 
 class _Task(BaseModel):
-    """Another line of a journal: a finished task."""
+    """A later line of a journal: a finished task, by its key, with its rows by kind."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -60,9 +61,10 @@ class _Task(BaseModel):
 
 
 class Journal(contextlib.AbstractContextManager["Journal"]):
-    """The finished tasks of one request in one directory. Use as a context manager.
-    `visit` must be called for every task of the request, finished or not; `rows` then
-    gives all rows of a kind in that order, however often the run was interrupted."""
+    """The finished tasks of one request in one directory. Use as a context manager, which
+    closes the file. `visit` must be called for every task of the request, finished or
+    not; `rows` then returns all rows of a kind in the order of these calls, however often
+    the run was interrupted."""
 
     def __init__(self, directory: Path | None, header: Mapping[str, object]) -> None:
         self.directory = directory
@@ -76,11 +78,11 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
     def open(
         cls, directory: Path | None, header: Mapping[str, object], *, overwrite: bool
     ) -> Journal:
-        """Returns the journal in `directory`, started or continued; None: a new one in
-        memory alone. With `overwrite`, or where another run measured nothing, earlier
-        results there are removed. Raises UsageError when it cannot be written, holds
-        something else, or, unless `overwrite`, a damaged journal or that of another
-        request."""
+        """Returns the journal in `directory`, which is made; started or continued. None:
+        a new one in memory. With `overwrite`, and where another request's run measured
+        nothing, earlier results in it are removed. Raises UsageError where the directory
+        cannot be written to or has other files in it; unless `overwrite` also for a
+        damaged journal, and for that of another request."""
         journal = cls(directory, header)
         if directory is None:
             return journal
@@ -106,16 +108,16 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         return len(self._done)
 
     def visit(self, key: str) -> bool:
-        """Notes that the task belongs to this run, in this order; returns whether it is
-        finished."""
+        """Notes that a task belongs to this run, behind those that were noted before;
+        returns whether it is finished. May be called again for the same task."""
         self._order.setdefault(key)
         return key in self._done
 
     def append(self, key: str, rows: Mapping[str, Iterable[Row]]) -> bool:
-        """Records a finished task, on disk too where the journal has a directory: its
-        rows, by the kind of list of a report they go into. Returns whether it is new: of
-        a task that is recorded already (seeds of one case share a record) the first rows
-        stay."""
+        """Records a finished task: its rows, by the kind of row (`row`, `worst`, `case`).
+        Writes them to disk where the journal has a directory. Returns whether the task is
+        new. For a task that is recorded already (seeds of one case share a record) the
+        first rows stay."""
         if self.visit(key):
             return False
         self._done[key] = {kind: list(some) for kind, some in rows.items()}
@@ -125,13 +127,14 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
 
     def rows(self, kind: str) -> list[Any]:
         """Returns the rows of a kind of all visited and finished tasks, in the order of
-        first visit: as they were appended, plain data where an earlier run did."""
+        their first visit. Rows of this run are as they were appended; those of an earlier
+        run are plain data. Empty for an unknown kind."""
         done = (self._done.get(key, {}) for key in self._order)
         return [row for rows in done for row in rows.get(kind, ())]
 
     def records(self, kind: str, model: type[M]) -> tuple[M, ...]:
-        """Returns the rows of a kind as records of a report. Raises UsageError where an
-        earlier run's rows are no such records."""
+        """Returns the rows of a kind as records of a report, in the order of `rows`.
+        Raises UsageError where an earlier run's row does not fit the model."""
         try:
             return tuple(model.model_validate(row) for row in self.rows(kind))
         except ValidationError as error:
@@ -144,9 +147,10 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
             self._refuse(what, error)
 
     def _open_file(self, directory: Path, *, overwrite: bool) -> None:
-        """Opens the file in a directory to append to it: emptied, with a new header, or
-        continued after its last whole line. Raises UsageError for other files in the
-        directory, a damaged journal, and one of another request."""
+        """Opens the journal's file for appending: emptied and with a new header, or
+        continued after its last whole line. Removes earlier results where it begins anew.
+        Raises UsageError for other files in the directory, a damaged journal, and one of
+        another request."""
         path = directory / JOURNAL
         *lines, torn = path.read_bytes().split(b"\n") if path.exists() else [b""]
         first = [*lines, torn][0]
@@ -182,8 +186,8 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         self._file.seek(good)
 
     def _read_lines(self, lines: Iterable[bytes]) -> dict[str, object]:
-        """Takes over the tasks of whole lines, and returns the header before them. Raises
-        UsageError for a line that is not as it was written, or not where."""
+        """Takes over the tasks of a file's whole lines, and returns the header of the
+        first. Raises UsageError for a line that was changed, moved or removed."""
         header: dict[str, object] = {}
         for number, line in enumerate(lines, 1):
             body, _, end = line.rpartition(DIGEST)
@@ -208,7 +212,8 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         return header
 
     def _write_line(self, line: Mapping[str, object]) -> None:
-        """Appends one line with the digest of all lines up to it, at once."""
+        """Appends one line, with the digest of all lines up to it, and flushes the file.
+        Raises ValueError for NaN and infinity."""
         assert self._file is not None
         text = json.dumps(line, separators=(",", ":"), allow_nan=False, default=AS_DATA)
         body = text.removesuffix("}").encode()
@@ -217,16 +222,16 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         self._file.flush()
 
     def _refuse(self, problem: str, error: Exception | None = None) -> NoReturn:
-        """Raises UsageError with the problem and the journal's path. Only what was read
-        from a file can be refused."""
+        """Raises UsageError with the problem and the journal's path. The journal must
+        have a directory."""
         assert self.directory is not None
         hint = "the journal was edited or damaged: --overwrite measures again"
         raise UsageError(f"{self.directory / JOURNAL}: {problem}", hint=hint) from error
 
 
 def _chain_digest(before: str, body: bytes) -> str:
-    """Returns the SHA-256, in hexadecimal, of a line without its own digest, after the
-    line with the digest `before`."""
+    """Returns the SHA-256, in hexadecimal, of `before` (the digest of the line before)
+    and `body` (a line without its own digest) together."""
     return hashlib.sha256(before.encode() + body).hexdigest()
 
 
@@ -234,8 +239,8 @@ def first_difference(
     old: object, new: object, path: str = ""
 ) -> tuple[str, object, object]:
     """Returns where two unequal pieces of plain data first differ, as `key.key`, and both
-    values there; a key that is missing counts as None. The path is empty where they
-    differ as a whole."""
+    values there. Only dicts are entered; a missing key counts as None. The path is empty
+    where one of the two is no dict."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in [*new, *old]:
             if old.get(key) != new.get(key):

@@ -1,5 +1,4 @@
-"""What numdev knows of reports of audits and of sweeps: how they are judged, and
-shown."""
+"""How reports of audits and of sweeps are judged, compared and shown."""
 
 from __future__ import annotations
 
@@ -28,8 +27,10 @@ TAKE_SINKS = (
 
 
 def beside(report: Measured, rules: Rules) -> Beside:
-    """Returns, as `power`, what the gate makes of planted faults, and as `fa_rule` in how
-    many heads flash-attention's own rule holds and of how many; None without any."""
+    """Returns further fields of a judgement. `power`: for each planted fault and format
+    the dose from which on the rules catch it; empty without planted faults. `fa_rule`: in
+    how many heads flash-attention's own rule holds, and of how many; None where no row
+    has it."""
     rows = report.rows if report.words == ATTENTION_WORDS else ()
     fa_rule = [r.fa_rule for r in rows if r.role == "kernel" and r.fa_rule is not None]
     return {
@@ -41,15 +42,15 @@ def beside(report: Measured, rules: Rules) -> Beside:
 def findings(
     judgement: Judgement, report: Measured
 ) -> tuple[Sequence[Finding], Sequence[str]]:
-    """Returns the findings of a judgement, and sentences on what was tested, what could
-    not be, and what the report doubts."""
+    """Returns the findings of a judgement; and sentences on what was tested and what
+    could not be, on kernels that take sinks, and the report's doubts."""
     wrong, tested = findings_in(judgement, report.rows, report.words)
     return wrong, (*tested, *_advise_on_sinks(report), *report.doubts)
 
 
 def _advise_on_sinks(report: Measured) -> Iterator[str]:
-    """Yields the sentence on which kernels can be judged, where all calls have attention
-    sinks and none that was asked for takes them; else nothing."""
+    """Yields a sentence on which kernels take attention sinks, where all calls have sinks
+    and no kernel of the report ran; else nothing."""
     kernels = [row for row in report.rows if row.role == "kernel"]
     ran = any(row.status == "ok" for row in kernels)
     calls = [case for case in report.cases if isinstance(case, CaseRecord)]
@@ -58,8 +59,8 @@ def _advise_on_sinks(report: Measured) -> Iterator[str]:
 
 
 def summarised(report: AuditReport) -> AuditReport:
-    """Returns the report with its kernels ranked and its answer, as its rows say; what no
-    row tells of stays as it is."""
+    """Returns the report with its kernels ranked and its answer, computed from rows and
+    findings. Other parts of the summary stay."""
     ranked = summarise(report.rows, report.findings, words=report.words)
     changes = {"answer": ranked.answer, "kernels": ranked.kernels}
     return report.model_copy(
@@ -68,8 +69,8 @@ def summarised(report: AuditReport) -> AuditReport:
 
 
 def sweep_summarised(report: SweepReport) -> SweepReport:
-    """Returns the report with its cells, figures and sentences; as it is where it keeps
-    no rows they could follow from."""
+    """Returns the report with cells, figures and sentences computed from its rows;
+    without rows it is returned as it is."""
     if not report.rows:
         return report
     # It needs pandas, as no other report does
@@ -79,8 +80,8 @@ def sweep_summarised(report: SweepReport) -> SweepReport:
 
 
 def moves(a: Measured, b: Measured) -> tuple[Naming[DeviationRow], Compared]:
-    """Returns how rows of two reports, A and B, are named in sentences, and the
-    comparison: groups of rows, what moved from A to B, and notes."""
+    """Returns how rows are named in sentences, and the comparison of an older report A
+    with a newer one B: groups of rows, what moved from A to B, and notes."""
     # It needs scipy, for which a gate need not wait
     from numdev.gate.compare import moves_of_rows
 

@@ -1,12 +1,12 @@
-"""What a kernel that errs computes instead: one call by itself, or the calls of a check
-together.
+"""The search for what a kernel that errs computes instead: in one call alone, or in the
+calls of a check together.
 
-An audit measures call after call, and names each by itself (`name`). A check has few
-calls and keeps them (`Failing`): where no known way of rounding explains those that fail,
-it searches the one that errs most, then one of each feature of a call, and holds what it
-finds against all others (`conclude`). So a fault that shows everywhere is found where it
-shows best, hides no other, and is counted in every head that has it. Calls that pass one
-by one are looked at again where the median over all of them does not."""
+An audit measures call after call, and searches each alone (`name`). A check has few calls
+and keeps them (`Failing`). Where no known way of rounding explains those that fail, it
+searches the one that errs most, then one of each feature of a call, and tries what it
+finds on all others (`conclude`). So a fault that shows everywhere is found where it shows
+best, hides no other, and is counted in every head that has it. Calls that pass one by one
+are looked at again where the median over all of them does not pass."""
 
 from __future__ import annotations
 
@@ -58,8 +58,9 @@ Named = Mapping[tuple[str, int], Suspicion]  # by tensor and head
 
 @dataclass(eq=False)
 class Failing:
-    """A measured call, and what is needed to find out why a tensor of it is beyond its
-    limits. One that passes waits too, where the kernel declares no way of rounding."""
+    """A measured call of which a tensor is beyond its limits, and what is needed to find
+    out why. A call that passes is kept as one too, where the kernel declares no way of
+    rounding."""
 
     kernel: Kernel
     system: System
@@ -80,25 +81,27 @@ class Failing:
 
     @property
     def output(self) -> Output:
-        """Returns the output of the first run, which is the one measured."""
+        """Returns the output of the first run; errors are measured in this one."""
         output: Output = self.runs.runs[0]
         return output
 
     @property
     def rows(self) -> list[DeviationRow]:
-        """Returns the rows of this call, one list that is changed in place: whoever has
-        it sees what is named."""
+        """Returns the rows of this call. It is always the same list, which the methods
+        below change in place."""
         return self.measured.rows
 
     @cached_property
     def wrong(self) -> tuple[str, ...]:
-        """Returns the tensors beyond their limits (`wrong_tensors`)."""
+        """Returns the names of the tensors beyond their limits, as `wrong_tensors` does;
+        cached until the rows are replaced."""
         return wrong_tensors(self.rows)
 
     @cached_property
     def severity(self) -> float:
-        """Returns how many times what is allowed the worst head errs; 0 where no tensor
-        is wrong."""
+        """Returns the largest error of a head, as a multiple of its limit; 0 where no
+        tensor is wrong. Where nothing is predicted, half of the ratio to plain
+        attention's error counts. Cached until the rows are replaced."""
         sizes = [0.0]
         for row in self.rows:
             if row.tensor in self.wrong and row.status == "ok":
@@ -110,16 +113,17 @@ class Failing:
         return max(sizes)
 
     def worst_in_median(self, tensors: Collection[str]) -> float:
-        """Returns how many times its limit the median over the call's heads is, of the
-        worst of `tensors`; 0 where it has none of them, or too few heads."""
+        """Returns the median over the call's heads of the error, as a multiple of its
+        limit, of the tensor among `tensors` where that is largest; 0 where the call has
+        none of them, or too few heads for a median."""
         sizes = excess_in_median(self.rows)
         return max((sizes.get(tensor, 0.0) for tensor in tensors), default=0.0)
 
     @property
     def features(self) -> tuple[str, ...]:
-        """Returns, in words, the parts of a call that may go wrong by themselves (`plain`
-        for none), and whether its output is wrong: wrong gradients alone tell of another
-        fault."""
+        """Returns, in words, the parts of a call that may go wrong by themselves
+        (`window`, `grouped`; `plain` alone without any), and last `the output wrong`, or
+        else `gradients wrong`: wrong gradients alone come of another fault."""
         case = self.bench.case
         masked = "" if case.mask is None else f"{case.mask.dtype} mask"
         present = {
@@ -137,33 +141,35 @@ class Failing:
         return (*features, f"{wrong} wrong")
 
     def again(self, case: AttentionCase, **how: object) -> Output | Failure:
-        """Returns what the kernel returns for another case with the same options; `how`
-        is what `attempt` takes (`gradients`)."""
+        """Runs the kernel on another case with the same options, and returns its output
+        or a Failure. `how`: keywords of `attempt` (`gradients`)."""
         return self.run(self.kernel, case, self.options, **how)
 
     @cached_property
     def in_float32(self) -> Output | Failure:
-        """Returns the kernel's output of the same inputs in float32 (the case's format
-        where that is wider): 16 bits hide a small mistake. Runs the kernel when it is
-        first read."""
+        """Returns the kernel's output of the same inputs in float32, or in the case's
+        format where that is wider, without gradients; or a Failure. In 16 bits a small
+        mistake is hidden. Runs the kernel when it is first read."""
         case = dataclasses.replace(self.bench.case, grad_out=None)
         return self.again(case.rounded_to(_float32_or_wider(case)))
 
     # --- what it computes --------------------------------------------------------------
 
     def causes(self, hints: Hints | None = None) -> Named:
-        """Returns the mistakes that explain tensors that are wrong, by tensor and head;
-        empty where none does. `hints`: causes of other calls, which alone are tried;
-        None: all. At least one tensor must be wrong."""
+        """Returns the mistakes that explain wrong tensors, by tensor and head; of the
+        output alone where that is wrong. Empty where no mistake does. `hints`: mistakes
+        of other calls, the only ones that are tried; None: all known ones are. At least
+        one tensor must be wrong."""
         with self.bench.watch("names"):
             if self.wrong[0] == "out":
                 return {("out", h): by for h, by in self._causes_of_output(hints).items()}
             return self._causes_of_gradients(hints)
 
     def _causes_of_output(self, hints: Hints | None) -> Mapping[int, Suspicion]:
-        """Returns the mistakes that explain the output, by query head: sought in float32,
-        and in the judged format only where the error vanishes there or that run fails.
-        Empty where nothing explains it. `hints`: what is tried alone; None: all."""
+        """Returns the mistakes that explain the output, by query head. They are sought in
+        float32; in the judged format only where that run fails, or less than VANISHED of
+        the error is left in it. Empty where no mistake explains the output. `hints`: the
+        only mistakes that are tried; None: all known ones are."""
         bench, select, out = self.bench, self.bench.selection, self.output.out
         heads, alternatives = select.heads, None if hints is None else hints.alternatives
         wide = self.in_float32
@@ -189,8 +195,9 @@ class Failing:
         )  # fmt: skip
 
     def _sizes_of_errors(self, out: Tensor) -> Tensor:
-        """Returns the norm of each measured head's error, fp64 [H], over what is finite.
-        `out`: an output of the whole call."""
+        """Returns the norm of each measured head's error, fp64 [heads], over sequences,
+        rows and features. Elements that are not finite count as 0. `out`: an output of
+        the whole call."""
         error = self.bench.selection.select(out).double() - self.bench.reference.out
         heads = error.nan_to_num(0.0, 0.0, 0.0).transpose(0, 1).flatten(1)
         sizes: Tensor = torch.linalg.vector_norm(heads, dim=1)
@@ -198,9 +205,10 @@ class Failing:
 
     def _causes_of_gradients(self, hints: Hints | None) -> Named:
         """Returns the mistakes that explain gradients and the log-sum-exp, by tensor and
-        head, from a part of the call that is searched in a moment: the first batch
-        entries, queries and keys of the kv head that errs most. Empty where the kernel
-        fails on that part. `hints`: as of `_causes_of_output`."""
+        head. They are sought in a part of the call: up to two sequences and the first
+        SEARCHED queries and keys of the kv head that errs most, with the next kv head
+        where heads are grouped. Empty where the kernel fails on that part. `hints`: as of
+        `_causes_of_output`."""
         case, wrong = self.bench.case, [r for r in self.rows if r.tensor in self.wrong]
         worst = max(wrong, key=lambda row: row.floor_ratio or 0.0)
         kv = (worst.head or 0) // (1 if worst.tensor in KV_TENSORS else case.group)
@@ -226,10 +234,11 @@ class Failing:
         return {(r.tensor, r.head or 0): by[r.tensor] for r in wrong if r.tensor in by}
 
     def imprecise(self, hints: tuple[Loss, ...] | None = None) -> tuple[Loss, ...]:
-        """Writes into the rows which step is coarser than it should be, where one
-        explains a head's errors; returns these steps. `hints`: of other calls, which
-        alone are tried; None: all. Does nothing for samples, some of the heads, and
-        outputs in another dtype."""
+        """Writes into rows without a cause, in place, which step is too coarse, where one
+        explains the head's error. Returns these steps. `hints`: steps of other calls, the
+        only ones that are tried; None: all known ones are. Returns () where only some
+        rows or heads are measured, where a tensor is missing or in another dtype than the
+        inputs', and where nothing but the log-sum-exp is wrong."""
         bench, select = self.bench, self.bench.selection
         names = ("out", *(n for n in GRADIENTS if n in bench.yardsticks))
         wrong = tuple(n for n in self.wrong if n != "lse")
@@ -253,20 +262,20 @@ class Failing:
 
     @property
     def ways(self) -> set[str]:
-        """Returns the known ways of rounding by which the call's rows were judged, in
-        words; empty where it was its claim."""
+        """Returns the known ways of rounding that the call's rows were judged by, in
+        words (`as eager rounds`); empty where they were judged by the kernel's claim."""
         return {r.claim for r in self.rows if r.claim and r.claim.startswith(INFERRED)}
 
     def say(self, named: Named) -> None:
-        """Writes the mistakes into the rows, in place, by tensor and head."""
+        """Writes mistakes into the rows, in place. `named`: by tensor and head."""
         for at, row in enumerate(self.rows):
             if by := named.get((row.tensor, row.head or 0)):
                 self.rows[at] = row.model_copy(update=by.fields)
 
     @property
     def unnamed(self) -> list[int]:
-        """Returns the indices of the rows that are of a wrong tensor and have no
-        cause."""
+        """Returns the indices, in `rows`, of measured rows of a wrong tensor that name
+        neither a mistake nor a coarse step."""
         return [
             at
             for at, row in enumerate(self.rows)
@@ -277,14 +286,15 @@ class Failing:
         ]
 
     def finish(self) -> None:
-        """Writes into the rows where errors are, and why there is no cause."""
+        """Writes into the rows, in place, in which of their head's rows the errors are,
+        and why a row of a wrong tensor has no cause: UNKNOWN or ELSEWHERE."""
         locate(self.measured, self.bench)
         for at in self.unnamed if self.wrong else ():
             self.rows[at].nulls["suspicion"] = UNKNOWN if self.searched else ELSEWHERE
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes of memory that keeping the call takes."""
+        """Returns an estimate of the memory, in bytes, that keeping the call takes."""
         tensors = (*vars(self.bench.reference).values(), *vars(self.output).values())
         return 3 * sum(x.nbytes for x in tensors if isinstance(x, Tensor))
 
@@ -292,17 +302,17 @@ class Failing:
 
     @property
     def unnamed_formats(self) -> dict[str, Format]:
-        """Returns the format of each tensor that came back and is not suspected of
-        computing something else, by name."""
+        """Returns the format of each tensor that came back, by name, without tensors of
+        which a row names a mistake."""
         named = {row.tensor for row in self.rows if row.suspicion}
         formats = self.bench.formats_of(self.output)
         return {tensor: fmt for tensor, fmt in formats.items() if tensor not in named}
 
     @property
     def likes(self) -> Mapping[str, Likeness]:
-        """Returns the known way of rounding that explains the call as it came, by tensor
-        that is not suspected of computing something else; empty where none does or none
-        is needed. Searched for once for the same tensors."""
+        """Returns by tensor the known way of rounding that explains the call, without
+        tensors of which a row names a mistake. Empty where no way does, and where no
+        tensor is beyond its limits by rounding. Cached for the same tensors."""
         formats, wrong = self.unnamed_formats, beyond(self.rows, narrow=False)
         if set(wrong).isdisjoint(self.bench.by_row):
             return {}
@@ -313,32 +323,34 @@ class Failing:
 
     def held_to_its_way(self) -> bool:
         """Measures the call again against the known way of rounding that explains it, and
-        replaces its rows; returns whether one does."""
+        replaces its rows. Returns False, and changes nothing, where no way does."""
         if likes := self.likes:
             self.hold(dataclasses.replace(self.runs, likes=likes).measured())
         return bool(likes)
 
     def held_where_explained(self, tensors: Collection[str], words: str | None) -> bool:
-        """Measures the call again against the way of rounding named `words` (None: any)
-        if it explains nearly all of the errors of `tensors` and the call is within its
-        limits then, and replaces its rows; returns whether it does."""
+        """Measures the call again against the way of rounding named `words` (None: the
+        best known one). Replaces its rows, and returns True, where that explains nearly
+        all of the errors of `tensors` and the call is within its limits then; else
+        changes nothing and returns False."""
         likes = likenesses(
             self.output, tensors, self.unnamed_formats, self.bench, self.system, words
         )
         return self._held_if_only(likes, tensors)
 
     def is_only_a_way(self) -> bool:
-        """Whether a known way of rounding explains all that is wrong, and nearly all of
-        its errors: there is no mistake to look for. If so, the call's rows are replaced
-        by those measured against that way."""
+        """Whether a known way of rounding explains all wrong tensors and nearly all of
+        their errors, so that there is no mistake to look for. Where it does, the call's
+        rows are replaced by those measured against that way."""
         return self._held_if_only(self.likes, self.wrong)
 
     def _held_if_only(
         self, likes: Mapping[str, Likeness], tensors: Collection[str]
     ) -> bool:
-        """Replaces the call's rows by those measured against ways of rounding, if these
-        explain nearly all of the errors of `tensors` and nothing is beyond its limit
-        then; returns whether they do."""
+        """Replaces the call's rows by those measured against ways of rounding, and
+        returns True, where these explain nearly all of the errors of all `tensors` and
+        the call is within its limits then; else changes nothing and returns False.
+        `likes`: a way by tensor."""
         if not {*tensors} <= {*likes} or any(x.residual > ENOUGH for x in likes.values()):
             return False
         measured = dataclasses.replace(self.runs, likes=likes).measured()
@@ -348,8 +360,8 @@ class Failing:
 
     def held_as_elsewhere(self, words: str) -> bool:
         """Measures the call again against the way of rounding named `words`, which
-        explains the kernel in other calls, and replaces its rows if it is within its
-        limits then; returns whether it is."""
+        explains the kernel in other calls. Replaces its rows, and returns True, where the
+        call is within its limits then; else changes nothing and returns False."""
         formats = self.unnamed_formats
         likes = held_to(words, [*formats], formats, self.bench, self.system)
         if not likes:
@@ -361,7 +373,7 @@ class Failing:
         return right
 
     def hold(self, measured: Measured[Bench]) -> None:
-        """Replaces the rows, in place, by those of `measured`; rows that name a mistake
+        """Replaces the rows, in place, by those of `measured`. Rows that name a mistake
         and rows without a result stay."""
         bare = [row for row in self.rows if row.status != "ok"]
         named = {(row.tensor, row.head): row for row in self.rows if row.suspicion}
@@ -379,21 +391,21 @@ NOTHING = 0.005
 
 
 def _float32_or_wider(case: AttentionCase) -> Format:
-    """Returns float32, or the case's format where that has more precision."""
+    """Returns float32, or the case's format where that has more significant bits."""
     return max(case.format, FORMATS["float32"], key=lambda fmt: fmt.precision)
 
 
 @dataclass
 class Hints:
-    """Mistakes that were found in other calls of the kernel, false where there are
+    """Mistakes that were named in other calls of the kernel. False where there are
     none."""
 
     alternatives: list[Alternative] = field(default_factory=list)  # of outputs
     words: set[str] = field(default_factory=set)  # of gradients and the log-sum-exp
 
     def add(self, named: Named) -> None:
-        """Adds the mistakes of another call: of outputs the alternatives, of other
-        tensors their causes in words."""
+        """Adds the mistakes of another call, by tensor and head: of the output its
+        alternatives, each cause once; of other tensors their causes in words."""
         for (tensor, _), by in named.items():
             if tensor == "out":
                 causes = {hint.cause for hint in self.alternatives}
@@ -409,15 +421,15 @@ KEPT_BYTES = 1 << 31  # of calls that wait to be named together
 
 
 def has_room(waiting: Sequence[Failing], call: Failing) -> bool:
-    """Whether this call and those that wait fit into KEPT_BYTES of memory: those that
-    pass beside those that pass, which take no room from those that fail."""
+    """Whether a call and those that wait fit into KEPT_BYTES of memory. Calls that pass
+    count only beside calls that pass, and calls that fail beside those that fail."""
     alike = (each for each in waiting if bool(each.wrong) == bool(call.wrong))
     return sum(each.nbytes for each in (*alike, call)) <= KEPT_BYTES
 
 
 def name(failing: Failing) -> None:
-    """Writes into one call's rows which mistake explains its tensors beyond their limits,
-    or that none is known."""
+    """Writes into one call's rows, in place, which mistake or coarse step explains its
+    wrong tensors, or that none is known; and in which rows of a head the errors are."""
     if failing.wrong:
         failing.say(failing.causes())
         failing.searched = True
@@ -433,10 +445,10 @@ MOST = 8
 
 
 def conclude(calls: Sequence[Failing]) -> None:
-    """Finds what the kernels of these calls compute, each kernel's in a format together,
-    and changes the calls' lists of rows in place: rows name a mistake or a coarse step,
-    or are replaced by those measured against a known way of rounding, also of calls that
-    pass."""
+    """Finds what the kernels of these calls compute, all calls of a kernel in one format
+    together, and changes the calls' lists of rows in place. Rows name a mistake or a
+    coarse step, or are replaced by rows measured against a known way of rounding; the
+    latter also in calls that pass."""
     groups = grouped(calls, lambda c: (label(c.runs.task), c.bench.format.name))
     for same in groups.values():
         failing = [call for call in same if call.wrong]
@@ -448,12 +460,12 @@ def conclude(calls: Sequence[Failing]) -> None:
 
 
 def _hold_all_to_one_way(calls: Sequence[Failing], claims: Counter[str]) -> None:
-    """Measures calls of one kernel in a format again against the known way of rounding
-    that explains them, where calls pass one by one and the medians over all do not: what
-    each call lets pass as luck is none in the median. Does nothing for a kernel that
-    declares its way or is suspected of a mistake. `claims`: by words the ways that
-    explain calls already, which are tried first; then those of the three that err
-    most."""
+    """Measures calls of one kernel and format again against the known way of rounding
+    that explains them, and replaces their rows, where each call passes and the medians
+    over all calls do not. Does nothing for a kernel that declares its way, and where a
+    row names a mistake or a coarse step. `claims`: how many calls each way explains
+    already; the most frequent one is tried first, then ways that explain one of the
+    IN_VAIN calls that err most."""
     rows = [row for call in calls for row in call.rows]
     tensors = {t for t, excess in excess_in_median(rows).items() if excess > 1}
     if not tensors or any(call.kernel.declares or call.wrong for call in calls):
@@ -475,10 +487,10 @@ def _hold_all_to_one_way(calls: Sequence[Failing], claims: Counter[str]) -> None
 
 
 def _conclude_kernel(calls: Sequence[Failing]) -> Counter[str]:
-    """Writes into the rows what the failing calls of one kernel compute; the worst call
-    comes first in `calls`. Mistakes, ways of rounding and coarse steps that explain one
-    call are tried on the others, and searches stop after some that find nothing. Returns
-    how many calls each known way of rounding explains, by its words."""
+    """Writes into the rows, in place, what the failing calls of one kernel in one format
+    compute. `calls`: the worst first. Mistakes, ways of rounding and coarse steps that
+    explain one call are tried on the others, and searches stop after some that find
+    nothing. Returns how many calls each known way of rounding explains, by its words."""
     hints, vain, ways, coarse, early = Hints(), Counts(), Counts(), Counts(), Counts()
     losses: tuple[Loss, ...] = ()
     claims: Counter[str] = Counter()
@@ -532,30 +544,31 @@ def _conclude_kernel(calls: Sequence[Failing]) -> Counter[str]:
 
 @dataclass
 class Counts:
-    """How often something was tried, how often it succeeded, and in vain how often since
-    then."""
+    """How often something was tried (`tries`), how often it succeeded (`hits`), and how
+    often it failed since the last success (`misses`)."""
 
     tries: int = 0
     hits: int = 0
     misses: int = 0
 
     def count(self, hit: bool) -> None:
-        """Counts one more try, which succeeded or not."""
+        """Counts one more try. `hit`: whether it succeeded."""
         self.tries += 1
         self.hits += hit
         self.misses = 0 if hit else self.misses + 1
 
 
 def _try_hints(call: Failing, hints: Hints) -> bool:
-    """Tries the mistakes of other calls on this one, and returns whether they name all
-    that is wrong in it."""
+    """Writes into a call's rows, in place, which of the mistakes of other calls explain
+    it. Returns whether every row of a wrong tensor has a cause then."""
     call.say(call.causes(hints))
     return not call.unnamed
 
 
 def _order_calls(calls: Sequence[Failing]) -> Iterator[Failing]:
-    """Yields all calls: the worst, then the worst of each feature, which are marked to be
-    searched; then the others."""
+    """Yields all calls, in two groups that keep their order: first those with a feature
+    that no call before has, marked `is_searched_first`; then the others. `calls`: the
+    worst first."""
     seen: set[str] = set()
     first: list[Failing] = []
     others: list[Failing] = []
@@ -573,15 +586,15 @@ FAR = 10.0  # no sound way of rounding errs so many times what plain attention d
 
 
 def _errs_in_gradients_alone(call: Failing) -> bool:
-    """Whether something is unnamed and the output right: where exact gradients are 0, a
-    sound way may err any number of times what another does."""
+    """Whether a row of a wrong tensor has no cause and the output is within its limits.
+    Where exact gradients are 0, a sound way may err many times as much as another."""
     return bool(call.unnamed) and "out" not in call.wrong
 
 
 def _may_be_rounding(call: Failing) -> bool:
-    """Whether what is wrong may be a known way of rounding: something is unnamed, the
-    output names no mistake, and no tensor errs more than FAR times what plain attention
-    does."""
+    """Whether a known way of rounding may explain what is wrong: a row of a wrong tensor
+    has no cause, no row of the output names a mistake, and no tensor beyond its limits
+    errs more than FAR times as much as plain attention."""
     # A wrong log-sum-exp or gradient says nothing about how the others are rounded.
     if not call.unnamed or any(row.suspicion for row in call.rows if row.tensor == "out"):
         return False

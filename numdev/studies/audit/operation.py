@@ -1,8 +1,8 @@
 """What the loop of an audit asks of an operation.
 
-The loop runs kernels, measures what they return and writes rows. Which tensors there are,
-what is exact, what roundings predict and what a kernel that errs computes instead, an
-operation knows. `numdev.studies.audit.attention` is one."""
+The loop runs kernels, measures what they return and writes rows. An operation knows which
+tensors there are, what is exact, what roundings predict, and what a kernel that errs
+computes instead. `numdev.studies.audit.attention` is one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from numdev.system import System
 
 
 class Returned(Protocol):
-    """What a kernel returned of a call."""
+    """What a kernel returned for a call."""
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -33,18 +33,19 @@ class Returned(Protocol):
 
     @property
     def ran(self) -> str | None:
-        """Returns evidence of what really ran, in words; None without."""
+        """Returns in words what ran, by evidence (an operator's name in a graph); None
+        without evidence."""
 
     @property
     def ran_backward(self) -> str | None:
-        """Returns evidence of what really ran in the backward pass, in words; None
-        without."""
+        """Returns in words what ran in the backward pass, by evidence; None without
+        evidence."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Distance:
-    """The exact value of a tensor of which only the distance is measured, such as the
-    log-sum-exp."""
+    """The exact value of a tensor of which only the distance is measured, without
+    comparing it with rounding (the log-sum-exp)."""
 
     exact: Tensor
     empty: Tensor  # bool: rows that are left out
@@ -54,30 +55,32 @@ class MeasuredPart(Protocol):
     """Which units and rows of a call's tensors are measured."""
 
     def units(self, tensor: str) -> Sequence[int]:
-        """Returns which units of a tensor are measured."""
+        """Returns the numbers of the units of a tensor that are measured."""
 
     def select(self, x: Tensor, tensor: str, *, all_rows: bool = False) -> Tensor:
-        """Returns the measured units and rows of a tensor, or with `all_rows` the
-        measured units; it may hold these alone already."""
+        """Returns the measured units and rows of a tensor [batch, units, rows, ...]; with
+        `all_rows` the measured units in all rows. An axis that has the measured ones
+        alone already stays as it is."""
 
     def sampled_from(self, tensor: str) -> int | Strata | None:
-        """Returns the number of rows, or the strata, of which the measured ones are a
-        sample; None where all rows are measured."""
+        """Returns what the measured rows of a tensor are a sample of: a number of rows,
+        or strata where rows that stood out were added; None where all rows are
+        measured."""
 
     def drawn_rows(self, tensor: str) -> Tensor | None:
-        """Returns the positions in the call of the rows of a sample, int64; None where
-        all rows are measured."""
+        """Returns the positions in the call of the rows that were drawn, int64, without
+        those that stood out; None where all rows are measured."""
 
     def bins(self, tensor: str) -> Tensor | None:
-        """Returns the membership of rows in bins of positions, [rows, bins] of 0 and 1;
-        None where errors along a call are not asked for."""
+        """Returns which measured rows are in which bin of positions, [rows, bins] of 0
+        and 1; None where there are no bins."""
 
 
 class Everything:
-    """All rows of tensors that have a single unit, 0: a `MeasuredPart`."""
+    """All rows of tensors that have a single unit, number 0: a `MeasuredPart`."""
 
     def units(self, tensor: str) -> Sequence[int]:
-        """Returns the single unit, 0."""
+        """Returns (0,): the single unit."""
         return (0,)
 
     def select(self, x: Tensor, tensor: str, *, all_rows: bool = False) -> Tensor:
@@ -91,13 +94,13 @@ class Everything:
         """Returns None: nothing is a sample."""
 
     def bins(self, tensor: str) -> None:
-        """Returns None: errors along a call are not asked for."""
+        """Returns None: there are no bins of positions."""
 
 
 class PreparedCall(Protocol):
-    """One call of an operation in one format, with all that its kernels are measured
-    against. Tensors are [batch, units, rows, features]; some of their units and rows may
-    be measured."""
+    """One call of an operation in one format, with all that kernels' outputs of it are
+    measured against. Tensors are [batch, units, rows, features]; perhaps only some of the
+    units and rows are measured."""
 
     @property
     def case(self) -> Any:
@@ -105,7 +108,7 @@ class PreparedCall(Protocol):
 
     @property
     def selection(self) -> MeasuredPart:
-        """Returns which units and rows of its tensors are measured."""
+        """Returns which units and rows of the tensors are measured."""
 
     @property
     def format(self) -> Format:
@@ -117,30 +120,33 @@ class PreparedCall(Protocol):
 
     @property
     def yardsticks(self) -> Mapping[str, Yardstick]:
-        """Returns what each tensor is measured against, by tensor, outputs first."""
+        """Returns what each tensor is measured against, by the tensor's name, outputs
+        first."""
 
     @property
     def distances(self) -> Mapping[str, Distance]:
-        """Returns the exact values, by tensor, of those of which only the distance is
-        measured, where a kernel returns them."""
+        """Returns the exact values, by name, of tensors of which only the distance is
+        measured, for kernels that return them."""
 
     @property
     def baseline(self) -> object:
-        """Returns what plain code in the format returned, or a Failure."""
+        """Returns the output of plain code in the format, or a Failure that says why it
+        cannot run."""
 
     @property
     def by_row(self) -> Sequence[str]:
-        """Returns the names of the tensors that the measured rows of the output give
-        alone."""
+        """Returns the names of the tensors that can be computed from the measured rows of
+        the output alone."""
 
     @property
     def restricted(self) -> object:
-        """Returns what a planted fault is given: the case, in what is measured of it."""
+        """Returns the input of a planted fault: the case, in its measured units and
+        rows."""
 
     @property
     def exact_by(self) -> str | None:
-        """Returns the way the exact result was computed, in words; None where nothing is
-        known of it."""
+        """Returns in words how the exact result was computed; None where that is not
+        known."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -148,31 +154,33 @@ class PreparedCall(Protocol):
 
     @property
     def unscreened(self) -> str | None:
-        """Returns the reason why a sample was not screened for rows that look worst; None
-        where it was, or no rows are sampled."""
+        """Returns why a sample was not screened for rows that look worst; None where it
+        was, or no rows are sampled."""
 
     def as_output(self, tensors: Mapping[str, Tensor], ran: str | None = None) -> object:
-        """Returns these tensors, as if a kernel had returned them; `ran`: what ran, in
-        words."""
+        """Returns an output with these tensors, by name, as a kernel would return it.
+        `ran`: what ran, in words."""
 
     def format_of(self, x: Tensor) -> Format:
-        """Returns the format that a tensor came back in."""
+        """Returns the format that a tensor came back in: its dtype's, but the call's own
+        where an attention kernel's wider dtype has numbers of that alone. Raises
+        UsageError for a dtype of no format."""
 
     def unpredicted(self, claim: Mapping[str, object] | None, fmt: Format) -> str | None:
-        """Returns why no size of error is expected of a tensor that came back in a
-        format, as a clause; None where one is. `claim`: the kernel's roundings, None if
-        it claims none."""
+        """Returns why no size of error is predicted for a tensor that came back in `fmt`,
+        as a clause; None where one is. `claim`: the kernel's roundings; None: it declares
+        none."""
 
     def expected(
         self, claim: Mapping[str, object] | None, output: Any
     ) -> Mapping[str, Tensor]:
-        """Returns by name, in float32, what a kernel with the roundings of `claim` (None:
-        the default ones) returns for what is measured, rounded to the formats of
-        `output`; empty where no rounding model predicts anything."""
+        """Returns by name, in float32, the tensors that a kernel with the roundings of
+        `claim` (None: the default ones) returns for the measured units and rows, rounded
+        to the formats of `output`. Empty where no rounding model predicts anything."""
 
     def outside_sample(self, output: Any) -> Mapping[str, Sequence[Outside]]:
-        """Returns what is not finite in rows that are not measured, by tensor and unit;
-        empty where all rows are finite, as they should be."""
+        """Returns, by tensor and for every unit in order, what is not finite in rows that
+        are not measured. Empty where all rows are measured, or all numbers are finite."""
 
     def annotate(
         self,
@@ -182,20 +190,20 @@ class PreparedCall(Protocol):
         deviation: Deviation,
         measured: Tensor,
     ) -> None:
-        """Adds to a kernel's metrics of each unit, in place, what the operation knows of
-        them. `measured`: the measured units and rows of the tensor; `deviation`: its
-        metrics."""
+        """Adds what the operation alone knows to a kernel's metrics of each unit,
+        `units`, in place. `measured`: the measured units and rows of the tensor;
+        `deviation`: its metrics."""
 
 
 Call = TypeVar("Call", bound=PreparedCall)
 
 
 class Operation(Protocol[Call]):
-    """What an operation does for its calls besides measuring them."""
+    """What the loop asks of an operation besides measuring its calls."""
 
     def screened(self, call: Call, output: Any) -> Call:
-        """Returns the call with more rows measured, where they are a sample: those in
-        which an output looks worst."""
+        """Returns the call, with more rows measured where they are a sample: those in
+        which the output looks worst."""
 
     def explained(
         self,
@@ -208,5 +216,5 @@ class Operation(Protocol[Call]):
         later: list[Any] | None,
     ) -> Any:
         """Returns `measured` (a `Measured` of the `Runs`), with what is known of why a
-        kernel errs. What needs other calls too is appended to `later`, if there is
-        one."""
+        kernel errs in its rows. A call that must be looked at together with others is
+        appended to the list `later` instead; None: no call waits."""

@@ -1,8 +1,7 @@
 """What an audit measures of every case: kernels x options x formats, and which rows and
 heads.
 
-A plan refuses what cannot be run here before anything is measured. Tasks are plain
-data."""
+What cannot be run here is refused before anything is measured. Tasks are plain data."""
 
 from __future__ import annotations
 
@@ -38,8 +37,8 @@ RECORDED = ("backward", "heads", "rows", "repeats", "named")  # of a plan, in th
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A kernel with its options, in one role: under audit, or what it is compared
-    with."""
+    """A kernel with its options, in one role: `kernel` (under audit), `precision`,
+    `floor`, `baseline`, or `control` (a planted fault)."""
 
     role: Role
     kernel: Kernel
@@ -48,8 +47,8 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One kernel on one case in one format. The kernel runs whole; `heads` and `sample`
-    say which query heads and rows are measured (None: all)."""
+    """One kernel on one case in one format. The kernel runs on the whole case; `heads`
+    and `sample` say which query heads and rows are measured (None: all)."""
 
     case: CaseRef
     role: Role
@@ -74,8 +73,8 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is the same for all cases of a run: fields of `AuditRequest`, and whether the
-    rows that err most and errors along calls are looked at (`details`)."""
+    """What is the same for all cases of a run: fields of `AuditRequest`, and `details`:
+    whether the rows that err most and errors along calls are looked at."""
 
     system: System
     formats: Sequence[Format]
@@ -97,7 +96,8 @@ class Plan:
         unregistered: Mapping[str, Kernel] | None = None,
     ) -> Plan:
         """Returns the plan of an audit or a sweep. `unregistered`: kernels by name that
-        are in no registry. Raises UsageError for what cannot be run here."""
+        come before those of the registry; None: none. Raises UsageError for an unknown
+        kernel, option or format, and for a format that no kernel could run in."""
         same = ["backward", "rows", "repeats"]
         if isinstance(request, SweepRequest):
             kernels = plan_kernels((*request.kernels, request.baseline))
@@ -117,8 +117,8 @@ class Plan:
         )
 
     def record(self, calls: Iterable[CaseRef]) -> PlanRecord:
-        """Returns what was to be measured of these calls, for the report, in the order of
-        kernels, formats and calls."""
+        """Returns the plan for the report: kernels and formats in the order of the plan,
+        and `calls` in theirs."""
         return PlanRecord(
             kernels=tuple(
                 PlannedKernel(role=p.role, kernel=p.kernel.name, options=dict(p.options))
@@ -130,15 +130,15 @@ class Plan:
         )
 
     def tasks(self, ref: CaseRef) -> Iterator[tuple[Planned, Task]]:
-        """Yields all tasks of a case with their kernels, as they are reported: by format,
-        what always runs first."""
+        """Yields each task of a case with its kernel: format by format, in each the
+        kernels in their order, what always runs first."""
         for fmt in self.formats:
             for planned in self.kernels:
                 yield planned, self.task(planned, fmt.name, ref)
 
     def task(self, planned: Planned, format_name: str, ref: CaseRef) -> Task:
-        """Returns the task of a kernel on a case in a format (a name); only kernels under
-        audit are repeated."""
+        """Returns the task of a kernel on a case in a format, by its name. Only a kernel
+        under audit gets the plan's `repeats`; others run once."""
         return Task(
             case=ref,
             role=planned.role,
@@ -152,8 +152,8 @@ class Plan:
         )
 
     def sample(self, ref: CaseRef) -> Sample | None:
-        """Returns which rows of a case are measured; None: all. Each seed of a sweep has
-        its own sample."""
+        """Returns which rows of a case are measured: so many, drawn by the plan's seed,
+        or by the case's own where it has one; None: all."""
         if self.rows is None:
             return None
         return Sample(count=self.rows, seed=self.seed if ref.seed is None else ref.seed)
@@ -165,9 +165,9 @@ def header(
     kernels: Sequence[Planned],
     source: Mapping[str, object],
 ) -> dict[str, object]:
-    """Returns what a run must have in common with the journal it continues: the request,
-    the environment, each kernel's source by name, and the source's description but for
-    how it was read."""
+    """Returns what a run must have in common with a journal that it continues: the
+    request, the environment, a fingerprint of each kernel's source by the kernel's name,
+    and the source's description without `streamed`, which says how weights were read."""
     return {
         "request": request,
         "environment": environment(system),
@@ -177,15 +177,15 @@ def header(
 
 
 def environment(system: System) -> dict[str, object]:
-    """Returns all of a machine and its software that may change a number, numdev's
-    version included."""
+    """Returns the facts of a machine and its software that may change a number, numdev's
+    version included, as plain data."""
     return {**system.as_dict(), "numdev": fingerprint()}
 
 
 @functools.cache
 def fingerprint() -> str:
-    """Returns the version of numdev that measures: its number, and a hash of its
-    source."""
+    """Returns numdev's version and 12 hexadecimal digits of a hash of its source:
+    `0.1.0+1f2e...`. Computed once for a process."""
     package = Path(numdev.__file__).parent
     whole = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
@@ -201,10 +201,11 @@ def plan_kernels(
     *,
     under_audit: bool = False,
 ) -> list[Planned]:
-    """Returns the standard three and the kernels under audit, in the order they run, each
-    once. One of the three that is chosen is measured again as a kernel if it is to be
-    `under_audit`. `unregistered`: kernels by name that come before the registry's; None:
-    none. Raises UsageError for a kernel or an option that does not exist."""
+    """Returns the standard three (ALWAYS) and the kernels under audit, in the order they
+    run, each with the same options once. A standard one that is chosen runs a second time
+    as a kernel with `under_audit`; else it does not. `unregistered`: kernels by name that
+    come before the registry's; None: none. Raises UsageError for a kernel or an option
+    that does not exist."""
     planned = [Planned(role=role, kernel=find(name), options={}) for role, name in ALWAYS]
     for choice in choices:
         kernel = (unregistered or {}).get(choice.name) or find(choice.name)
@@ -218,8 +219,8 @@ def plan_kernels(
 
 
 def plan_controls(*, gradients: bool) -> list[Planned]:
-    """Returns planted faults in every dose, to be measured on the same data as the
-    kernels; those of backward alone only with gradients."""
+    """Returns the planted faults, each in every dose, with the role `control`. Without
+    `gradients` those of the backward pass alone are left out."""
     possible = [c for c in CONTROLS.values() if gradients or not c.in_backward_only]
     return [
         Planned(role="control", kernel=control.kernel(), options={"dose": dose})
@@ -229,8 +230,10 @@ def plan_controls(*, gradients: bool) -> list[Planned]:
 
 
 def plan_formats(names: Iterable[str], kernels: Sequence[Planned]) -> list[Format]:
-    """Returns the formats by name, in order, each once. Raises UsageError for an unknown
-    one and for one that no kernel could run in."""
+    """Returns the formats by name, in order, each once; empty for no names. A format with
+    the values of a torch dtype becomes that dtype's (`e8m7`: bfloat16). Raises UsageError
+    for an unknown name, an 8-bit format, and one without a dtype where no kernel takes
+    such."""
     any_format = any(p.kernel.any_format for p in kernels if p.role == "kernel")
     formats: dict[Format, None] = {}
     for name in names:
@@ -254,18 +257,20 @@ def plan_formats(names: Iterable[str], kernels: Sequence[Planned]) -> list[Forma
 
 
 def digest(data: object) -> str:
-    """Returns 16 hexadecimal digits that identify plain data: SHA-256 of its JSON with
-    sorted keys; what JSON cannot hold counts by its `str`."""
+    """Returns 16 hexadecimal digits of the SHA-256 of plain data as JSON with sorted
+    keys. A value that JSON does not have counts as its `str`."""
     text = json.dumps(data, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def recorded(options: Mapping[str, object]) -> dict[str, object]:
-    """Returns options as a report can hold them: what JSON has no word for (a dtype,
-    infinity) by name."""
+    """Returns options as a report can have them, by name. A value that JSON does not have
+    (a dtype, a function, NaN, infinity) becomes its qualified name, or its `repr` where
+    it has none."""
 
     def plain(value: object) -> object:
-        """Returns a value as it is where JSON can hold it, else its name or `repr`."""
+        """Returns a value as it is where JSON has it, else its qualified name or
+        `repr`."""
         if value is None or isinstance(value, bool | int | str):
             return value
         if isinstance(value, float) and math.isfinite(value):

@@ -1,10 +1,10 @@
-"""One case on the bench: in one format, with everything its kernels are measured against.
+"""One case in one format, with everything that its kernels are measured against.
 
-What the tasks of one case share (references, floor, baseline) is computed once per
-format. Kernels see the whole call; a selection of heads and rows restricts what is
-measured. With gradients it grows to whole groups of query heads, since dk and dv are sums
-over a group. Of a sample of query rows the baseline is of these alone, and dk and dv are
-of sampled keys, with no baseline."""
+References, floor and baseline are computed once per format for all tasks of a case.
+Kernels see the whole call; a selection of heads and rows restricts what is measured. With
+gradients it grows to whole groups of query heads, since dk and dv are sums over a group.
+Of a sample of query rows the baseline has these rows alone; dk and dv are measured in
+sampled keys, without a baseline."""
 
 from __future__ import annotations
 
@@ -86,8 +86,9 @@ class Selection:
         sample: Sample | None = None,
     ) -> Selection:
         """Returns the selection of the query heads `heads` of a case (None: all) and the
-        rows of a sample (None: all). With gradients the heads grow to whole groups, and
-        grad_out becomes 0 in rows that see no key."""
+        rows of a sample (None: all). Numbers of heads that the case does not have are
+        passed over. With `gradients` the heads grow to whole groups, and grad_out becomes
+        0 in rows that see no key."""
         case = settled(case) if gradients else case
         chosen = set(range(case.heads) if heads is None else heads)
         if gradients:
@@ -110,8 +111,8 @@ class Selection:
         )
 
     def in_format(self, fmt: Format) -> AttentionCase:
-        """Returns the case rounded to a format; itself where it is in it. The same object
-        until another format is asked for."""
+        """Returns the case rounded to a format; the case itself where it is in that
+        format. Returns the same object until another format is asked for."""
         if fmt.name not in self.rounded:
             self.rounded.clear()
             self.rounded[fmt.name] = self.case.rounded_to(fmt)
@@ -123,23 +124,24 @@ class Selection:
         return tuple(sorted({h // self.case.group for h in self.heads}))
 
     def units(self, tensor: str) -> tuple[int, ...]:
-        """Returns the measured heads of a tensor by name: kv heads for dk and dv, else
-        query heads."""
+        """Returns the measured heads of a tensor, by its name: kv heads for dk and dv,
+        else query heads."""
         return self.kv_heads if tensor in KV_TENSORS else self.heads
 
     def row_indices(self, tensor: str) -> Tensor | None:
-        """Returns the positions in the call of the measured rows of `tensor`, int64; None
-        where all are measured."""
+        """Returns the positions, in the call, of the measured rows of a tensor, int64;
+        None where all are measured. Rows of dk and dv are keys."""
         return self.keys if tensor in KV_TENSORS else self.queries
 
     def length_of(self, tensor: str) -> int:
-        """Returns how many rows a tensor has in the call: keys for dk and dv, else
-        queries."""
+        """Returns the number of rows that a tensor has in the whole call: keys for dk and
+        dv, else queries."""
         return self.case.kv_len if tensor in KV_TENSORS else self.case.q_len
 
     def sampled_from(self, tensor: str) -> int | Strata | None:
-        """Returns the number of rows, or the strata, of which the measured ones of
-        `tensor` are a sample; None where all are measured."""
+        """Returns what the measured rows of a tensor are a sample of: the number of rows
+        of the call, or, where rows that stood out were added, their strata. None where
+        all rows are measured."""
         rows, length = self.row_indices(tensor), self.length_of(tensor)
         if tensor in self.strata:
             return self.strata[tensor]
@@ -153,8 +155,9 @@ class Selection:
         return rows[of.drawn] if rows is not None and isinstance(of, Strata) else rows
 
     def bins(self, tensor: str) -> Tensor | None:
-        """Returns which drawn rows of `tensor` are in which bin of positions, fp64 [rows,
-        bins] of 0 and 1; None where the call is too short for bins."""
+        """Returns which measured rows of a tensor are in which bin of positions, fp64
+        [rows, bins] of 0 and 1. Rows that were added because they stood out are in no
+        bin. None where the call is too short for bins."""
         rows, length = self.row_indices(tensor), self.length_of(tensor)
         if rows is None:
             rows = torch.arange(length, device=self.case.q.device)
@@ -167,17 +170,17 @@ class Selection:
 
     def select(self, x: Tensor, tensor: str = "out", *, all_rows: bool = False) -> Tensor:
         """Returns the measured heads and rows of a tensor [batch, heads, rows, ...] named
-        `tensor`, or with `all_rows` the measured heads; axes that hold the measured ones
-        alone already stay as they are."""
+        `tensor`; with `all_rows` the measured heads in all rows. An axis that has only
+        the measured ones already stays as it is."""
         chosen, rows = self.units(tensor), self.row_indices(tensor)
         if len(chosen) != x.shape[1]:
             x = x[:, list(chosen)]
         return x if all_rows or rows is None or x.shape[2] == len(rows) else x[:, :, rows]
 
     def restricted(self, case: AttentionCase, *, all_rows: bool = False) -> AttentionCase:
-        """Returns a case of this call's shape restricted to the measured heads, with
-        gradients to whole groups, and to the measured query rows unless `all_rows`; the
-        same one where all are measured."""
+        """Returns a case of this call's shape restricted to the measured heads (with
+        gradients their whole groups) and, unless `all_rows`, to the measured query rows.
+        The case itself where that leaves nothing out."""
         rows = None if all_rows or self.queries is None else self.queries.cpu()
         if len(self.heads) == case.heads:
             return case if rows is None else case.restrict(rows=rows)
@@ -186,9 +189,10 @@ class Selection:
         return case.restrict(heads=list(self.heads), rows=rows)
 
     def exact(self, case: AttentionCase) -> tuple[Reference, Tensor]:
-        """Returns the fp64 reference of what is measured of a case of this call's shape,
-        with gradients if they are; and the reference's log-sum-exp, of all queries where
-        dk and dv of a sample need it, else of the measured ones."""
+        """Returns the fp64 reference of the measured heads and rows of a case of this
+        call's shape, with gradients where these are measured; and the reference's
+        log-sum-exp. The latter is of all queries where dk and dv of sampled keys need it,
+        else of the measured queries."""
         restricted = self.restricted(case)
         reference = gradients(restricted) if self.gradients else attend(restricted)
         if self.keys is None or not isinstance(reference, Gradients):
@@ -200,8 +204,8 @@ class Selection:
         return dataclasses.replace(reference, **of_keys), whole.lse
 
     def whole(self, case: AttentionCase) -> Reference:
-        """Returns the fp64 reference of the measured heads of a case of this shape in all
-        queries, without its term scale; computed once per format."""
+        """Returns the fp64 forward reference of the measured heads of a case of this
+        call's shape, in all queries. Its term scale is empty. Cached by format."""
         if (name := case.format.name) not in self.wholes:
             whole = attend(self.restricted(case, all_rows=True))
             self.wholes[name] = dataclasses.replace(whole, term_scale=whole.out[..., :0])
@@ -210,8 +214,9 @@ class Selection:
     def baseline(
         self, case: AttentionCase, *, gradients: bool = False
     ) -> Output | Failure:
-        """Returns plain attention of a case of this shape, or of its sampled rows without
-        dk and dv; a Failure with its reason where it cannot run."""
+        """Returns the output of plain attention of a case of this call's shape; where
+        queries are sampled, of these alone and without dk and dv. A Failure with its
+        reason where it cannot run. `gradients`: with those of one training step."""
         whole = case if self.queries is None else self.restricted(case)
         output = attempt(find("baseline"), whole, {}, gradients=gradients)
         if self.queries is None or isinstance(output, Failure):
@@ -220,15 +225,16 @@ class Selection:
 
     @cached_property
     def baseline_fp32(self) -> Tensor | None:
-        """Returns the output of plain attention in float32, of what is measured of the
-        case as it came; None where that cannot run."""
+        """Returns the output of plain attention in float32 for the case as it came, in
+        the measured heads and rows; None where it cannot run."""
         wide = self.baseline(self.case.rounded_to(FORMATS["float32"]))
         return self.select(wide.out) if isinstance(wide, Output) else None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Bench:
-    """A selection in one format, with a yardstick for each of its tensors."""
+    """A selection in one format, with a yardstick for each of its tensors: a
+    `PreparedCall` (`numdev.studies.audit.operation`)."""
 
     selection: Selection
     case: AttentionCase  # whole and rounded: what kernels are given
@@ -261,8 +267,9 @@ class Bench:
     ) -> Bench:
         """Returns the bench of the selection in a format: the case rounded to it,
         reference, baseline and yardsticks. `exact`: what `Selection.exact` returns for
-        the case as it came. A baseline that fails is a Failure, and no yardstick has it.
-        Time goes to the sections reference and baseline of `watch`."""
+        the case as it came; used again where the rounded case is the same. A baseline
+        that fails is a Failure; yardsticks are then without one. Time goes to the
+        sections `reference` and `baseline` of `watch`."""
         original, case = selection.case, selection.in_format(fmt)
         unrounded, (reference, lse) = exact[0], exact
         if not fmt.contains(original.format):
@@ -316,16 +323,18 @@ class Bench:
         return self.case.q.dtype
 
     def as_output(self, tensors: Mapping[str, Tensor], ran: str | None = None) -> Output:
-        """Returns the tensors as an `Output`, as if a kernel had returned them; `ran`
-        says what ran."""
+        """Returns an `Output` with these tensors, by name, as a kernel would return it.
+        `ran`: what ran, in words."""
         fields: dict[str, Any] = dict(tensors)
         return Output(**fields, ran=ran, ran_backward=ran)
 
     def format_of(self, x: Tensor) -> Format:
-        """Returns the format that a kernel's tensor counts as: its dtype's, unless it
-        came in the dtype that stores the case's working format, or in a wider one and
-        holds numbers of the working format alone. (What a kernel computes in a wider one
-        it must then return in a wider dtype.)"""
+        """Returns the format that a kernel's tensor counts as: its dtype's, or the case's
+        working format in two cases. One is that it came in the dtype that stores the
+        working format. The other is that it came in a wider dtype and all its numbers are
+        of the working format; NaN counts as such. (What a kernel computes in a wider
+        format it must then return in a wider dtype.) Raises UsageError for a dtype of no
+        format."""
         case, narrow, wide = self.case, self.dtype, format_of(x.dtype)
         if x.dtype != narrow and case.working is None and wide.contains(case.format):
             same = x.to(narrow).to(x.dtype) == x
@@ -333,8 +342,8 @@ class Bench:
         return case.format if x.dtype == narrow else wide
 
     def formats_of(self, output: Output) -> dict[str, Format]:
-        """Returns the format of every tensor that came back and has a yardstick, by
-        name."""
+        """Returns by name the format that each tensor of an output counts as, of those
+        that have a yardstick."""
         tensors = output.tensors
         return {
             name: self.format_of(tensors[name])
@@ -343,21 +352,25 @@ class Bench:
         }
 
     def unpredicted(self, claim: Mapping[str, object] | None, fmt: Format) -> str | None:
-        """Returns why no size of error is expected of a tensor that came back in `fmt`
-        under a claim (options of `emulated`, or None), as a clause; None where one is."""
+        """Returns why no size of error is predicted for a tensor that came back in `fmt`,
+        as a clause; None where one is. `claim`: options of `emulated`; None: the kernel
+        declares none, and nothing is predicted."""
         return unpredictable(claim, self.case.format, fmt, of_size=True)
 
     def expected(
         self, claim: Mapping[str, object] | None, output: Output
     ) -> Mapping[str, Tensor]:
         """Returns by name the tensors, float32, that a kernel with the roundings of
-        `claim` (None: as FlashAttention-2) returns for what is measured, in the formats
-        that `output` came in."""
+        `claim` (None: those of FlashAttention-2) returns for the measured heads and rows,
+        rounded to the formats that `output` came in. Cached by claim. Raises as
+        `predicted`."""
         return self.predicted(returning(claim, self.case, self.formats_of(output)))
 
     def outside_sample(self, output: Output) -> Mapping[str, Sequence[Outside]]:
-        """Returns what is not finite in rows that are not measured, by tensor and head;
-        empty where all rows are measured or everything is finite."""
+        """Returns by tensor, for every head in order, how many elements are not finite in
+        rows that are not measured, without query rows that see no key; or why that is
+        unknown, as where inputs are not finite. Empty where all rows are measured, or the
+        inputs and the output are finite."""
         select = self.selection
         if select.queries is None:
             return {}
@@ -384,10 +397,10 @@ class Bench:
         deviation: Deviation,
         measured: Tensor,
     ) -> None:
-        """Adds to the heads' metrics `units` of a kernel's tensor, in place, what only
-        attention knows: empty_nonfinite, a suspicion, narrow_sum, what came in the
-        log-sum-exp's place. `measured`: the tensor's measured heads and rows;
-        `deviation`: its metrics."""
+        """Adds what only attention knows to the heads' metrics `units` of a kernel's
+        tensor, in place: `empty_nonfinite`, a suspicion, `narrow_sum`, and in `nulls`
+        what the kernel returned in place of the log-sum-exp. `measured`: the tensor's
+        measured heads and rows; `deviation`: its metrics."""
         if tensor == "out":
             if any(unit["empty_rows"] for unit in units):
                 self._count_in_empty_rows(units, measured)
@@ -404,8 +417,8 @@ class Bench:
             self._add_narrow_sums(output, tensor, units, deviation)
 
     def _count_in_empty_rows(self, units: Sequence[Metrics], out: Tensor) -> None:
-        """Sets `empty_nonfinite` of each head, in place: how many elements of `out` are
-        not finite in rows that see no key."""
+        """Sets `empty_nonfinite` of each head, in place: how many elements of `out`, in
+        the measured heads and rows, are not finite in rows that see no key."""
         wrong = ~out.isfinite() & self.yardsticks["out"].empty[..., None]
         counts = wrong.sum(dim=(0, 2, 3)).tolist()
         for unit, count in zip(units, counts, strict=True):
@@ -414,8 +427,9 @@ class Bench:
     def _add_suspicions(
         self, output: Output, units: Sequence[Metrics], far: Sequence[int]
     ) -> None:
-        """Adds to the metrics of the heads `far` off, in place, what they seem to
-        compute."""
+        """Adds to the metrics `units` of the heads `far`, whose output is far off, in
+        place, what these heads seem to compute. A head without such a cause stays as it
+        is."""
         heads = self.selection.heads
         with self.watch("names"):
             causes = suspect(
@@ -428,10 +442,10 @@ class Bench:
     def _count_gradients_of_empty_rows(
         self, units: Sequence[Metrics], dq: Tensor
     ) -> None:
-        """Adds to `nonfinite` of each head, in place, what is not finite of dq in rows
-        that see no key: what such a row returns is a convention, but nothing that follows
-        depends on its query, whose gradient is 0. It reaches the weights that make the
-        query."""
+        """Adds to `nonfinite` of each head, in place, how many elements of dq are not
+        finite in rows that see no key. What such a row returns is a convention, yet
+        nothing that follows depends on its query, whose gradient is 0; NaN there reaches
+        the weights that make the query."""
         if all_finite([dq]):
             return
         wrong = ~dq.isfinite() & self.yardsticks["dq"].empty[..., None]
@@ -446,10 +460,10 @@ class Bench:
         units: Sequence[Metrics],
         deviation: Deviation,
     ) -> None:
-        """Sets `narrow_sum` of each head of a gradient, in place: at least which share of
-        the error of a running sum in 16 bits is in it, in one kv head of the call or the
-        query heads that read it; None with a reason in all others. The running sums are
-        cached by gradient for the last output."""
+        """Sets `narrow_sum` of each head of a gradient, in place: the least share of the
+        error of a running sum in 16 bits that the head's error has. It is measured in one
+        kv head of the call, or the query heads that read it; all other heads get None
+        with a reason. The running sums of the last output are cached by gradient."""
         case, select, ref = self.restricted, self.selection, self.case.ref
         kv_head = narrow_sum_eligibility.chosen_head(
             ref.layer, ref.call, len(select.kv_heads)
@@ -501,26 +515,27 @@ class Bench:
 
     @cached_property
     def in_float32(self) -> Reference:
-        """Returns the whole call by plain attention in float32, of the measured heads,
-        with gradients if they are measured."""
+        """Returns plain attention in float32 for the whole call, in the measured heads,
+        with gradients where these are measured."""
         plain = blocked.gradients if self.selection.gradients else blocked.attend
         return plain(self.selection.restricted(self.case, all_rows=True), torch.float32)
 
     @property
     def by_row(self) -> tuple[str, ...]:
-        """Returns the names of the tensors that the measured queries give alone: of a
-        sample not dk and dv."""
+        """Returns the names of the tensors that can be computed from the measured queries
+        alone: all, but not dk and dv where queries are sampled."""
         sampled = self.selection.queries is not None
         return tuple(n for n in self.yardsticks if not (sampled and n in KV_TENSORS))
 
     def predicted(
         self, claim: Mapping[str, object], *, forward: bool = False
     ) -> Mapping[str, Tensor]:
-        """Returns by name what the emulation with these options returns for what is
-        measured, or with `forward` the output alone; cached. In fp32, a fraction of the
-        reference's cost, which agrees in rms to 0.1 %. Of sampled keys after a forward
-        pass that rounded nowhere. Raises UsageError for senseless options and Refused
-        where the call cannot be emulated."""
+        """Returns by name, in float32, what the emulation with these options returns for
+        the measured heads and rows; with `forward` the output alone. Cached by options.
+        It computes in fp32, at a fraction of the reference's cost, which agrees in rms to
+        0.1 %. For sampled keys the forward pass is the exact one. Raises UsageError for
+        options that contradict each other, and Refused where the call cannot be
+        emulated."""
         key = f"{forward} {sorted(claim.items())!r}"
         if key not in self.predictions:
             with self.watch("predictions"):
@@ -543,13 +558,13 @@ class Bench:
 
 
 def _arithmetic_error(case: AttentionCase) -> tuple[Tensor, Tensor]:
-    """Returns what fp32 arithmetic alone may err, relative to the term scale: fp64 [B, H,
-    q_len] by query and [B, kv_heads, kv_len] by key.
+    """Returns the error that fp32 arithmetic alone may make, relative to the term scale:
+    fp64 [B, H, q_len] by query and [B, kv_heads, kv_len] by key.
 
-    A score is a sum of d products; in fp32 its roundings amount to about u sqrt(d) / 3 of
+    A score is a sum of d products. In fp32 its roundings amount to about u sqrt(d) / 3 of
     the sum of their sizes, at most |scale| |q_i| |k_j|, and P moves by that relatively.
-    Nothing beside the rounding to 16 bits for scores of usual size, and all there is
-    where they reach 1e4."""
+    Beside the rounding to 16 bits that is nothing for scores of usual size; where scores
+    reach 1e4 it is the whole error."""
     u = (
         FORMATS["float32"].unit_roundoff
         * math.sqrt(case.q.shape[-1])
@@ -566,9 +581,9 @@ def _arithmetic_error(case: AttentionCase) -> tuple[Tensor, Tensor]:
 
 
 def settled(case: AttentionCase) -> AttentionCase:
-    """Returns the case with an upstream gradient of 0 where a row sees no key (what such
-    a row returns is a convention, and so would be what flows back through it); the case
-    itself without an upstream gradient."""
+    """Returns the case with an upstream gradient of 0 in rows that see no key: what such
+    a row returns is a convention, and so would be what flows back through it. The case
+    itself where it has no upstream gradient."""
     if case.grad_out is None:
         return case
     empty = empty_rows(case)[..., None]
@@ -576,11 +591,12 @@ def settled(case: AttentionCase) -> AttentionCase:
 
 
 def part(case: AttentionCase, **ranges: range) -> AttentionCase:
-    """Returns the call with ranges of some axes alone (keywords `batch`, `head`,
-    `kv_head`, `row`, `key`), its shortened tensors copied, dense, in their own order of
-    axes in memory: kernels choose by it. With a kv head come all query heads that read
-    it, unless `head` says which. Each row sees what it saw: of rows from r and keys from
-    k, j <= i + offset becomes j' + k <= i' + r + offset."""
+    """Returns the call with ranges of some axes alone. `ranges`: keywords `batch`,
+    `head`, `kv_head`, `row` and `key`; a range as long as the axis, or longer, leaves it
+    whole. Shortened tensors are copied, dense, their axes in the same order in memory, by
+    which kernels choose. With `kv_head` all query heads that read these come along,
+    unless `head` says which. Each row sees what it saw: of rows from r and keys from k, j
+    <= i + offset becomes j' + k <= i' + r + offset."""
     if "kv_head" in ranges and "head" not in ranges:
         group, heads = case.group, ranges["kv_head"]
         ranges["head"] = range(heads.start * group, heads.stop * group)
@@ -604,11 +620,11 @@ def case_record(
     axes: Mapping[str, object] | None = None,
     formats: Sequence[Format] = (),
 ) -> CaseRecord:
-    """Returns the report's record of a whole call: the number of its heads, lengths,
-    options, and by tensor how many of its inputs are NaN or infinite. `axes`: its values
-    on a sweep's axes; None: none. `formats`: those that its inputs are rounded to; of
-    each that is too narrow, how many finite elements of q, k, v, sinks and grad_out
-    exceed it."""
+    """Returns the report's record of a whole call: its numbers of heads, lengths,
+    options, and how many elements of each input tensor are NaN or infinite. `axes`: its
+    values on a sweep's axes; None: none. `formats`: those that its inputs are rounded to;
+    for each that is too narrow, how many finite elements of q, k, v, sinks and grad_out
+    overflow in it."""
     batch, _, _, head_dim = case.q.shape
     has_sinks, v_dim = case.sinks is not None, case.v.shape[3]
     mask, swept = mask_kind(case.mask), dict(axes or {})

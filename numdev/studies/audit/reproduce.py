@@ -1,10 +1,10 @@
-"""A report's findings, each made small and written as a script
+"""The findings of a report, each made small and written as a script
 (`numdev.studies.audit.reproducer_script`).
 
-The call a finding is worst in is opened again from the source, rounded as the kernel saw
-it, and reduced for as long as the accused row is accused again, by the same measurements
-and limit, or the kernel raises. What does not come again gets no script, and that is
-said."""
+The call a finding is worst in is opened again from the source, and rounded as the kernel
+saw it. It is reduced as long as the row is beyond the same limit again, by the same
+measurements, or the kernel raises. A finding that does not show again gets no script, and
+a message says so."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def written(
     template: str,
     facts_of: Callable[[Finding], Mapping[str, object] | None],
 ) -> list[Path]:
-    """Writes a script for each finding for which `facts_of` gives facts (None: no
-    script), by a template of `data/reproducer`, into `directory`/reproducers; returns the
-    paths."""
+    """Writes a script for each finding into a folder of `directory`/reproducers, by a
+    template of `data/reproducer`; returns the paths. `facts_of`: the facts of a finding
+    for the template; None: no script. Raises OSError where a script cannot be written."""
     scripts = []
     for finding in findings:
         if (facts := facts_of(finding)) is not None:
@@ -75,9 +75,10 @@ def reproduce(
     seconds: float = SECONDS,
 ) -> list[Path]:
     """Writes a reproducer for the first `count` findings that have a place and are no
-    notes, one for each kernel, tensor and rule, into `directory`/reproducers; returns the
-    scripts. Each is reduced for `seconds`. What cannot be reproduced or written costs its
-    script and no more; `say` gets the message."""
+    notes, one for each kernel, tensor and rule, into folders of `directory`/reproducers.
+    Returns the paths of the scripts. Each call is reduced for `seconds`. A finding that
+    cannot be reproduced or written gets no script. `say` gets a message for each script,
+    and for each finding without one."""
     scripts: list[Path] = []
     wanted: dict[tuple[str, str | None, str], Finding] = {}
     for finding in findings:  # one script for a fault that shows in several formats
@@ -121,10 +122,10 @@ def reproduce(
 def _shrink_call(
     finding: Finding, whole: AttentionCase, plan: Plan, run: Runner, seconds: float
 ) -> dict[str, Any]:
-    """Returns the arguments of `reproducer_script.write` for a finding: a small call in
-    which its row is accused again, or its kernel fails, and what a script looks at in it.
-    `whole`: the call as it came; `seconds`: how long it is reduced. Raises NumdevError
-    where it does not show again."""
+    """Returns the arguments, by name, of `reproducer_script.write` for a finding: a small
+    call in which its row is accused again, or its kernel fails, and what a script looks
+    at in it. `whole`: the call as it came; `seconds`: how long it is reduced. Raises
+    NumdevError where the finding does not show again."""
     which, metric = ("kernel", finding.kernel, finding.options), finding.metric or ""
     planned = next(p for p in plan.kernels if (p.role, p.kernel.name, p.options) == which)
     case, kernel = whole.rounded_to(format_named(finding.formats[0])), planned.kernel
@@ -147,8 +148,8 @@ def _shrink_call(
     task = dataclasses.replace(task, heads=None, repeats=repeats)
 
     def accused(case: AttentionCase) -> DeviationRow | None:
-        """Returns the worst row of a case that is accused as the finding's was; None
-        without one."""
+        """Returns the worst row of a case of those that are accused as the finding's was;
+        None where none is."""
         # Why it errs is known, unless that is what must show
         is_searched = metric == "suspicion" and named
         later: list[Failing] | None = None if is_searched else []
@@ -188,8 +189,9 @@ def _shrink_failing_call(
     seconds: float,
 ) -> AttentionCase:
     """Returns a small form of a call in which a kernel fails, in a training step where
-    the case has an upstream gradient; the case itself where it takes longer than SLOW to
-    fail. `seconds`: how long it is reduced."""
+    the case has an upstream gradient. The case itself where it takes longer than SLOW
+    seconds to fail. `seconds`: how long it is reduced. Raises MeasurementError where the
+    kernel does not fail."""
 
     def fails(case: AttentionCase) -> bool:
         """Whether the kernel fails on a case."""
@@ -204,24 +206,25 @@ def _shrink_failing_call(
 def observed_at_limit(
     row: DeviationRow, observed: float | None, finding: Finding
 ) -> float | None:
-    """Returns what the figure `observed` of a row would be if its error were `limit` of
-    the finding (1 without) times what is predicted; None for findings by another metric,
-    and without a figure or a ratio."""
+    """Returns the value of a row's figure at which the finding's limit lies: `observed`
+    times the limit (1 without one) over the row's `expected_ratio`. None for findings on
+    another metric, and where `observed` or the ratio is None or 0."""
     if finding.metric == "expected_ratio" and row.expected_ratio and observed:
         return observed * (finding.limit or 1.0) / row.expected_ratio
     return None
 
 
 def _metric_size(row: DeviationRow, metric: str) -> float:
-    """Returns the size of a row's metric; 0 where it is no number."""
+    """Returns the absolute value of a row's metric; 0 where it is no number."""
     value = value_of(row, metric)[0]
     return abs(value) if isinstance(value, int | float) else 0.0
 
 
 def _is_accused_again(row: DeviationRow, finding: Finding, *, named: bool) -> bool:
-    """Whether a row is accused as the finding's was: beyond the finding's limit,
-    suspected (or where that is not to be `named`, beyond the default limit of an error),
-    or surely biased; False for another tensor, and for a row that is not ok."""
+    """Whether a row is accused as the finding's was: beyond the finding's limit, with a
+    suspicion, or with a certain bias. False for another tensor, and for a row that is not
+    ok. Without `named` a finding on a suspicion needs none: its error must be beyond the
+    default limit."""
     if row.status != "ok" or row.tensor != (finding.tensor or "out"):
         return False
     if finding.metric == "suspicion" and not named:
@@ -258,10 +261,11 @@ def reduce(
     *,
     head: int = 0,
 ) -> AttentionCase:
-    """Returns the smallest form of `case` for which `still_shows` holds: query head
-    `head` alone, else as few kv heads as will do. No candidate is begun after `budget_s`
-    seconds. The case itself where the smallest form no longer shows the finding. Raises
-    MeasurementError where the finding does not show in `case` itself."""
+    """Returns the smallest form of `case` that was tried and for which `still_shows`
+    holds: with query head `head` alone, else with as few kv heads as will do. No form is
+    tried after `budget_s` seconds. The case itself where the smallest form no longer
+    shows the finding when it is asked again. Raises MeasurementError where the finding
+    does not show in `case` itself."""
     if not any(still_shows(case) for _ in range(TRIES)):
         raise MeasurementError(
             f"the finding could not be reproduced in case {case.ref.case!r} "
@@ -270,16 +274,16 @@ def reduce(
     best, deadline = case, time.monotonic() + budget_s
 
     def accept(candidate: AttentionCase) -> bool:
-        """Takes the candidate as the best so far if the finding shows in it in time;
-        returns whether."""
+        """Takes the candidate as the best so far, and returns True, where it shows the
+        finding and there is time left; else returns False."""
         nonlocal best
         shows = time.monotonic() < deadline and still_shows(candidate)
         best = candidate if shows else best
         return shows
 
     def trim(*ends: tuple[str, bool]) -> None:
-        """Cuts as much off these ends (axis, whether at its start) together as can be, by
-        bisection."""
+        """Cuts as much off these ends of axes together as can be, by bisection. `ends`:
+        (axis, whether at its start)."""
         whole = best
         sizes = {"batch": len(whole.q), "row": whole.q_len, "key": whole.kv_len}
         sizes["kv_head"] = whole.kv_heads

@@ -1,10 +1,10 @@
-"""A finding as a bug report: a short script that needs torch alone, its tensors, a few
-words.
+"""A finding as a bug report: a short script that needs torch alone, its tensors, and the
+finding in words.
 
 The script reads the tensors, computes the answer in fp64 by the definition, runs the
-kernel as a user would, prints the figure of the finding, and exits with 1 if it shows.
-Nothing of numdev is in it, unless the kernel itself is written for numdev. The text is in
-the template `data/reproducer/audit.py.j2`; here is what it is told."""
+kernel as a user would, prints the figure of the finding, and exits with 1 if it shows. It
+uses nothing of numdev, unless the kernel itself is written for numdev. The text is in the
+template `data/reproducer/audit.py.j2`; this module computes the facts for it."""
 
 from __future__ import annotations
 
@@ -57,10 +57,11 @@ Call = tuple[AttentionCase, dict[str, object]]
 
 
 def figure_for(metric: str, bias_of: str | None = None) -> str:
-    """Returns the figure in which a finding about `metric` is shown: where the metric
-    needs more than the kernel's and the exact tensor, the absolute one it is a ratio of.
-    `bias_of` is the report's word for whose bias it is. Raises UsageError for a metric
-    that is neither."""
+    """Returns the figure in which a script shows a finding about `metric`: one of
+    FIGURES, or `noise`. Where the metric is a ratio that needs more than the kernel's and
+    the exact tensor, it is the error in the numerator. `bias_of`: the row's word for what
+    the bias is of (`mean`, `sign`, or a feature). Raises UsageError for a metric that has
+    no figure."""
     if metric in ("bias_size", "bias_p", "bias_t"):
         return {"mean": "bias", "sign": "bias_sign"}.get(
             bias_of or "mean", "bias_feature"
@@ -85,12 +86,14 @@ def write(
     system: System,
     limit: float | None = None,
 ) -> Path:
-    """Writes reproduce.py and tensors.safetensors into `directory`; returns the script.
-    `head` is a kv head for dk and dv. `metric` is one of FIGURES, `noise`, or `raises`;
-    `observed` its value. The deviation shows from `limit` on: by default half of that,
-    and one element for `nonfinite`. `options`: not defaults. Raises UsageError for an
-    option that has no spelling, MeasurementError for formats without a dtype, gradients
-    of nonfinite inputs, and where it cannot be written."""
+    """Writes reproduce.py and tensors.safetensors into `directory`, which is made;
+    returns the path of the script. `options`: those that differ from the kernel's
+    defaults. `head`: a kv head for dk and dv. `metric`: one of FIGURES, `noise`, or
+    `raises`; `observed`: its value. The script shows the finding from `limit` on; None:
+    from one element for `nonfinite`, else from half of `observed`. `words`: the finding.
+    Raises UsageError for an option that has no spelling and a function that no script can
+    import; MeasurementError for a format without a dtype, for gradients of inputs that
+    are not finite, and where it cannot be written."""
     training, backward = case.grad_out is not None, tensor in GRADIENTS
     _refuse_unwritable(case, backward=backward)
     if not backward:
@@ -127,9 +130,9 @@ def write(
 
 
 def _refuse_unwritable(case: AttentionCase, *, backward: bool) -> None:
-    """Raises MeasurementError for a case that a script of torch alone cannot compute: in
-    a format without a dtype, or with `backward` where q, k or grad_out is missing or not
-    finite."""
+    """Raises MeasurementError for a case that a script of torch alone cannot compute: one
+    in a format without a dtype; with `backward` also one whose q, k or grad_out is
+    missing or not finite."""
     if case.working is not None:
         raise MeasurementError(
             f"no reproducer: torch has no dtype for {case.working.name}"
@@ -144,8 +147,8 @@ def _refuse_unwritable(case: AttentionCase, *, backward: bool) -> None:
 
 
 def _input_facts(case: AttentionCase) -> dict[str, object]:
-    """Returns what the template needs of a case, by name: its fields, and how its tensors
-    are loaded."""
+    """Returns facts on a case for the template, by name: its fields, what a query may
+    see, and how its tensors are loaded."""
     tensors = {n: getattr(case, n) for n in (*REQUIRED, *OPTIONAL)}
     present = {n: x for n, x in tensors.items() if x is not None}
     stored = {x.dtype for x in present.values()}
@@ -163,7 +166,7 @@ def _input_facts(case: AttentionCase) -> dict[str, object]:
 def _describe_measurement(
     kernel: Kernel, options: Mapping[str, object], system: System
 ) -> str:
-    """Returns in words which kernel was measured, with which options, torch and
+    """Returns in words the kernel that was measured, its options, torch's version and the
     machine."""
     settings = ", ".join(f"{n} = {v!r}" for n, v in options.items())
     with_options = f" with {settings}" if options else ""
@@ -175,9 +178,9 @@ def _describe_measurement(
 
 
 def rendered(template: str, facts: Mapping[str, object]) -> str:
-    """Returns the text of a script made of a template in `data/reproducer`, by the name
-    without `.py.j2`. A fact that the template needs and lacks raises
-    jinja2.UndefinedError."""
+    """Returns the text of a script. `template`: a file of `data/reproducer`, by its name
+    without `.py.j2`. Raises jinja2.UndefinedError where `facts` lacks one that the
+    template needs."""
     blocks: Any = {
         "trim_blocks": True,
         "lstrip_blocks": True,
@@ -194,8 +197,9 @@ def rendered(template: str, facts: Mapping[str, object]) -> str:
 
 
 def literal(value: object) -> str:
-    """Returns a value as Python source, also of lists, tuples, dtypes, NaN and infinity.
-    Raises UsageError for any other type, mappings among them."""
+    """Returns a value as Python source: numbers (NaN and infinity as `float("nan")`),
+    text, None, dtypes, and lists and tuples of these. Raises UsageError for another type,
+    a mapping too. A tuple must not be empty."""
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
     if isinstance(value, tuple | list):
@@ -207,16 +211,17 @@ def literal(value: object) -> str:
 
 
 def literal_mapping(values: Mapping[str, object]) -> str:
-    """Returns a mapping as Python source. Raises UsageError for a value that has none."""
+    """Returns a mapping as Python source. Raises UsageError for a value that `literal`
+    refuses."""
     return "{" + ", ".join(f"{k!r}: {literal(x)}" for k, x in values.items()) + "}"
 
 
 def _spell_call(
     kernel: Kernel, options: Mapping[str, object], case: AttentionCase, tensor: str
 ) -> Call:
-    """Returns the case as the kernel was given it (its mask explicit), and the facts by
+    """Returns the case as the kernel was called with it (its mask explicit), and facts by
     which the template spells the call. Raises UsageError for an option that has no
-    spelling, or a function that no script can import."""
+    spelling, and for a function that no script can import."""
     name = kernel.name
     if name in BACKENDS and tensor != "lse":  # the public function returns no log-sum-exp
         forced, positions = backend_of(name), case.window or case.causal_offset
@@ -253,9 +258,10 @@ def _spell_function(
     options: Mapping[str, object],
     case: AttentionCase,
 ) -> Call:
-    """Returns the case as a function of q, k, v was given it, and the facts by which the
-    template spells the call: the arguments by their names. `path`: module:name. Raises
-    UsageError for a function that no script can import."""
+    """Returns the case as a function of q, k and v was called with it, and facts by which
+    the template spells the call: the other arguments by their names. `path`:
+    `module:name`. The function itself is not called. Raises UsageError for a function
+    that no script can import."""
     module, _, name = path.partition(":")
     if not name:  # no module has it under its name
         what = f"a script of its own cannot import {path}"
@@ -291,16 +297,16 @@ def _spell_function(
 
 
 def _spell_view(x: Tensor) -> str:
-    """Returns the suffix (`.permute(...)`) by which a script views a stored tensor with
-    its axes in memory as the kernel saw them; empty where they are in order."""
+    """Returns the suffix by which a script restores the order of a stored tensor's axes
+    in memory, `.permute(0, 2, 1, 3)`; empty where the axes are in order."""
     order = storage_order(x)
     inverse = ", ".join(str(order.index(axis)) for axis in range(x.ndim))
     return "" if order == sorted(order) else f".permute({inverse})"
 
 
 def _spell_visibility(case: AttentionCase) -> str:
-    """Returns which keys a query may see, as an expression of i, j and mask; empty if it
-    may see all. The causal offset is not in it."""
+    """Returns which keys a query may see, as an expression of i, j and mask: `(j <= i) &
+    mask`; empty if it may see all. The causal offset is not in it."""
     parts = ["(j <= i)"] if case.is_causal else []
     left, right = case.window or (None, None)
     parts += [f"(j >= i - {left})"] if left is not None else []
@@ -312,8 +318,9 @@ def _spell_visibility(case: AttentionCase) -> str:
 
 
 def name_of(function: Callable[..., object]) -> str:
-    """Returns `module:name` where the module has the function under that name; else its
-    own name alone, which no script can import."""
+    """Returns `module:name` of a function that its module has under that name; else its
+    own name alone, which no script can import. An object without a name has that of its
+    type."""
     module = getattr(function, "__module__", None) or ""
     name = getattr(function, "__qualname__", type(function).__name__)
     if getattr(sys.modules.get(module), name, None) is function and module != "__main__":
@@ -322,8 +329,8 @@ def name_of(function: Callable[..., object]) -> str:
 
 
 def folder_of(module: str) -> str | None:
-    """Returns the folder from which a module is imported; None where it comes from no
-    file."""
+    """Returns the folder that an imported module was imported from, above its packages;
+    None for a module that was not imported or has no file."""
     file = getattr(sys.modules.get(module), "__file__", None)
     if file is None:
         return None

@@ -1,10 +1,11 @@
-"""Rows of a call that stand out among all, of which a sample is measured.
+"""The search for rows of a call that stand out, where only a sample of its rows is
+measured.
 
-A sample seldom holds a fault of a few rows. A kernel runs whole, so all its rows are held
-to a second output of the call: on CUDA that of another fused operator, where one takes
-the call, else plain attention in float32. The query rows that differ most, and the keys
-whose dk and dv do, are measured exactly, as a stratum of their own. They are chosen by
-rank: a sound kernel has such rows too, and they are sound."""
+A sample seldom has a fault of a few rows. A kernel runs whole, so all its rows are
+compared with a second output of the call: on CUDA that of another fused operator, where
+one takes the call, else plain attention in float32. The query rows that differ most, and
+the keys whose dk and dv do, are measured exactly, as a stratum of their own. They are
+chosen by rank: a sound kernel has such rows too, and in it they are sound."""
 
 from __future__ import annotations
 
@@ -33,9 +34,9 @@ FUSED = {"cuda": ("sdpa-efficient", "sdpa-flash"), "cpu": ()}
 
 
 def screened(bench: Bench, output: Output) -> Bench:
-    """Returns the bench with more rows measured: besides the sampled query rows and keys
-    those in which the output differs most from a second computation of the call. Where
-    that fails, the same bench with the reason in `unscreened`."""
+    """Returns the bench with more rows measured: beside the sampled query rows and keys,
+    SUSPECTS of each, those in which the output differs most from a second computation of
+    the call. Where that fails, the same bench with the reason in `unscreened`."""
     select, strata, places = bench.selection, dict[str, Strata](), dict[str, Any]()
     try:
         with bench.watch("reference"):
@@ -59,11 +60,12 @@ def screened(bench: Bench, output: Output) -> Bench:
 def suspicion(
     bench: Bench, output: Output, beside: Output | Reference, tensors: Sequence[str]
 ) -> Tensor:
-    """Returns how far each row is from the second output, fp32 [rows]: relative to its
-    size and what is typical of the head, as a multiple of the head's median; the most of
-    these tensors, heads and sequences. Infinite in a row that is not finite and should
-    be. `beside`: the second output; `tensors`: their names, of which one at least besides
-    lse came back."""
+    """Returns how far each row of the whole call is from the second output, fp32 [rows].
+    The distance is relative to the row's size and the head's median size, and a multiple
+    of the head's median of that; of the tensors, heads and sequences the largest counts.
+    0 where the second output is not finite and in rows that see no key; infinite where
+    the first one alone is not finite. `beside`: the second output; `tensors`: their
+    names, of which at least one besides lse must be in `output`."""
     select, most = bench.selection, []
     for tensor in (n for n in tensors if n != "lse" and getattr(output, n) is not None):
         x, y = (
@@ -85,8 +87,9 @@ def suspicion(
 
 
 def second(bench: Bench, output: Output) -> Output | Reference:
-    """Returns the call computed by another operator than the output's: on CUDA another
-    fused one, where one takes the call, else plain attention in float32."""
+    """Returns the whole call computed by another operator than `output`'s: on CUDA the
+    first of FUSED that runs it as another operator, else plain attention in float32.
+    FUSED is not tried for a mask, a window or a causal offset."""
     case, trained = bench.case, bench.selection.gradients
     square = case.mask is None and case.window is None and not case.causal_offset
     # Others get a mask of all scores

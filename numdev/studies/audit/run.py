@@ -2,8 +2,8 @@
 precision.
 
 The main line. A source gives cases, `measured_here` turns each into finished rows, the
-journal keeps them, and the report is made of them. `numdev sweep` goes through the same
-loop (`measure`)."""
+journal keeps them, and the report is made of them. `numdev sweep` uses the same loop
+(`run_plan`)."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def audit(
     rules: Rules | None = None,
     **how: Any,
 ) -> records.AuditReport:
-    """Runs `request`, journalling into `directory` (None: in memory); returns the report,
-    judged by `rules` (None: the default ones), which the caller writes. `opened` makes
-    the source, `unregistered` are kernels by name that are in no registry, `how` is what
-    `run_plan` takes. Raises UsageError, before anything is measured, for a request that
-    cannot be run here, and MeasurementError when a sound one could not be carried
-    out."""
+    """Runs `request`, journalling into `directory` (None: in memory). Returns the report,
+    judged by `rules` (None: the default ones); the caller writes it. `opened`: the
+    function that makes the source; `unregistered`: kernels by name that come before the
+    registry's; `how`: further arguments of `run_plan`. Raises UsageError, before anything
+    is measured, for a request that cannot be run here; MeasurementError where the rules
+    were made for another system, and where a sound request could not be carried out."""
     system = System.probe(request.device)
     watch = Stopwatch(system.device)
     plan, rules = Plan.of(request, system, unregistered), rules or default_rules()
@@ -113,18 +113,20 @@ def audit(
 
 
 class Described(Protocol):
-    """A source that can be described: what is read, and which tensors are stored."""
+    """A source that says what is read, and which tensors are stored."""
 
     def describe(self) -> dict[str, object]:
-        """Returns what is read, as plain data."""
+        """Returns what is read, as plain data by name."""
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the stored tensors by name."""
+        """Yields the stored tensors with their names; nothing for a source without
+        parameters."""
 
 
 def describe(source: Described) -> dict[str, object]:
-    """Returns what is read, with `nonfinite_weights` for a source with parameters: by
-    stored tensor, how many elements are not finite. Reads all weights then."""
+    """Returns what is read, as plain data by name. For a source with `parameters` this
+    has `nonfinite_weights`: by stored tensor how many elements are not finite, for which
+    all weights are read."""
     described = source.describe()
     if "parameters" in described:
         described["nonfinite_weights"] = nonfinite_of(source.weights())
@@ -137,10 +139,10 @@ def running(
     workers: Cluster | None = None,
     started: list[WorkerProcess] | None = None,
 ) -> Iterator[Runner]:
-    """Yields what runs kernels for a request: `attempt`, or where the request isolates
-    them a process of their own, which starts at once. A kernel that crashed a worker must
-    not run in this process: workers imply isolation. One that has `started` is taken out
-    of the list for it."""
+    """Yields what runs kernels for a request: `attempt`; where the request isolates
+    kernels or there are `workers`, a process, which ends with the block. (A kernel that
+    crashed a worker must not run in this process.) Without workers that process starts at
+    once, or is taken out of the list `started`, if it has one."""
     if not (request.isolate or workers):
         yield attempt
         return
@@ -151,7 +153,7 @@ def running(
 
 
 class Results(NamedTuple):
-    """What a run measured: its journal, its rows, and fields for a report."""
+    """What a run measured: its journal, its rows, and fields for a report, by name."""
 
     journal: Journal
     rows: tuple[records.DeviationRow, ...]
@@ -175,12 +177,13 @@ def run_plan(
     command: str = "",
     runner: Runner | None = None,
 ) -> Results:
-    """Measures a source, and returns the results. A run that was interrupted continues
-    where `asked` and all else that decides its numbers is the same. `workers`: who
-    measures; None: this process. `save_cases`: where to write cases, unrounded. `say`
-    gets what the report does not hold; `tell` the rows of each task while others are to
-    come. `runner`: what runs kernels; None: what `running` gives. Raises UsageError for
-    no call, or a directory that cannot be used."""
+    """Measures a source, and returns the results. An interrupted run continues where
+    `asked` and all else that decides its numbers is the same. `directory`: of the
+    journal; None: in memory. `workers`: None: this process measures. `save_cases`: a new
+    directory for cases. `progress` gets the present work, the number of finished tasks,
+    and their total; `say` messages that the report does not have; `tell` the rows of each
+    task while others are to come. `runner`: None: that of `running`. Raises UsageError
+    for no call and a directory that cannot be used, and as source and workers."""
     notes = tuple(source.notes)
     for note in notes:
         say(note)
@@ -231,10 +234,10 @@ def run_source(
     tell: Tell | None = None,
 ) -> list[CaseRef]:
     """Measures every case of a source through every kernel, by `run` or on `workers`,
-    into the journal; what is finished already is not even loaded. `save` writes cases as
-    they come by; `tell` gets the rows of each task but the last. Returns which calls
-    came, in order. Raises what the source raises, and with `workers` what a worker
-    raised."""
+    into the journal. A case of which all tasks are finished is not loaded. `save` writes
+    cases as they are visited. `tell` gets the rows of each task but the last, and none
+    that workers finish after the last case was sent. Returns the cases that came, in
+    order. Raises what the source raises, and with `workers` what a worker raised."""
     calls: list[CaseRef] = []
     each = len(plan.formats) * len(plan.kernels)
     visited, total = 0, source.count() * each
@@ -274,8 +277,9 @@ def run_source(
 def _unmeasured(
     source: Source, plan: Plan, journal: Journal, watch: Stopwatch, save: Add | None
 ) -> Iterator[Unmeasured]:
-    """Yields every case of a source with those of its tasks that are not finished. All
-    are noted in the journal, in its order. `save` writes cases as they come by."""
+    """Yields every case of a source, with those of its tasks that are not finished; notes
+    all tasks in the journal, in their order. `save` writes each case, which is then in
+    memory."""
     for located in source:
         with watch("other"):
             if save is not None:
@@ -289,12 +293,12 @@ def _unmeasured(
 def _with_next(
     items: Iterable[Unmeasured],
 ) -> Iterator[tuple[Unmeasured, Unmeasured | None]]:
-    """Yields each item with the one after it, the last with None."""
+    """Yields each item with the item behind it, the last one with None."""
     yield from itertools.pairwise(itertools.chain(items, [None]))
 
 
 def _save_case(located: Located, plan: Plan, save: Add) -> Located:
-    """Writes a case with the plan's heads and gradients, unrounded, and returns it in
+    """Writes a case, unrounded, with grad_out as the plan measures it, and returns it in
     memory."""
     case = Selection.of(located.load(), plan.heads, gradients=plan.backward).case
     save(case, located.axes)
@@ -311,10 +315,11 @@ def reproducers(
     say: Say,
     **how: Any,
 ) -> list[Path]:
-    """Writes the scripts of findings, for which the verdict need not wait, and returns
-    their paths; removes those of an earlier run. An audit's source is opened again,
-    `opened` is that of a sweep; `runner` runs kernels; `how` is what `reproduce`
-    takes."""
+    """Writes scripts for the first findings of a report, and returns their paths. Removes
+    the folder of an earlier run's scripts first. `opened`: a sweep's source and plan;
+    None: the source of an audit is opened again. `runner`: what runs kernels; `say` gets
+    messages; `how`: further arguments of `reproduce`. Empty without findings, and where
+    the request wants no scripts."""
     # Of an earlier run of this request
     shutil.rmtree(directory / FOLDER, ignore_errors=True)
     if not (report.findings and request.reproducers):
@@ -333,8 +338,9 @@ def provenance(
     command: str,
     kernels: Sequence[Planned] = (),
 ) -> records.Provenance:
-    """Returns where the numbers of a report made now, here, come from: with a fingerprint
-    of the source of each of the `kernels` that does not ship with numdev."""
+    """Returns where the numbers of a report come from that is made now: the time,
+    `command`, the system, what was read, and a fingerprint of the source of each of the
+    `kernels` that does not ship with numdev."""
     sources = {p.kernel.name: p.kernel.made_from for p in kernels if ":" in p.kernel.name}
     more = {"kernel_sources": sources} if sources else {}
     return records.Provenance.now(command, system.as_dict(), {**described, **more})

@@ -1,8 +1,8 @@
 """`numdev sweep`: a grid of cases, formats, kernels' options and seeds through the
 audit's loop.
 
-The grid is the configuration's cells; each is drawn anew with every seed. What comes of
-the rows is computed in `numdev.report.sweep_curves`."""
+The grid is the configuration's cells; each is drawn anew with every seed.
+`numdev.report.sweep_curves` computes cells and curves from the rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from numdev.system import System
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPlan:
-    """A sweep that has been checked, and nothing of it measured."""
+    """A sweep that has been checked, before anything is measured."""
 
     request: SweepRequest
     plan: Plan
@@ -40,7 +40,7 @@ class SweepPlan:
 
     @property
     def size(self) -> str:
-        """Returns the number of cells, seeds and tasks as a sentence."""
+        """Returns the number of cells, seeds and tasks: `6 cells x 5 seeds: 30 tasks.`"""
         cells = len(self.request.cases) * len(self.plan.formats) * len(self.plan.kernels)
         seeds = len(self.request.seeds)
         return f"{cells} cells x {seeds} seeds: {cells * seeds} tasks."
@@ -51,12 +51,13 @@ MOST_WORK = 2.0**29
 
 
 def estimate(planned: SweepPlan, run: Runner) -> str:
-    """Returns how long a sweep takes here, as a sentence: the smallest, the middle and
-    the largest case are measured once with everything that is asked for, and the others
-    lie between them by their work. On a CPU none is measured of more work than MOST_WORK:
-    larger ones are taken to need time in proportion. Where even the smallest call has
-    more, it says that the time is not known. Nothing is kept of it. What workers save is
-    left out. Kernels run by `run`."""
+    """Returns in a sentence how long a sweep takes here. The smallest, the middle and the
+    largest case are measured once with all kernels and formats; the time of the others
+    lies between by their work. On a CPU no case of more work than MOST_WORK is measured;
+    larger ones are taken to need time in proportion. Where even the smallest case has
+    more, the sentence says that the time is not known. The measurements are dropped, and
+    workers are not counted. `run`: what runs kernels. Raises what drawing a case
+    raises."""
     request, source, plan = planned.request, planned.source, planned.plan
     every = [x for x in source.cases if isinstance(x, Drawn)]
     first = [drawn for drawn in every if drawn.seed == request.seeds[0]]
@@ -84,24 +85,24 @@ def estimate(planned: SweepPlan, run: Runner) -> str:
 
 
 def _work(drawn: Drawn) -> float:
-    """Returns what the time of a case grows with: rows times keys times heads times
-    features."""
+    """Returns a case's number of rows times keys times heads times features, with which
+    its time grows."""
     case = drawn.config
     keys, rows = case.kv_len or case.seq_len, case.seq_len
     return float(case.batch * case.heads * rows * keys * case.head_dim)
 
 
 def _duration(seconds: float) -> str:
-    """Returns a time in a unit that a reader waits in: `40 s`, `12 min`, `3.4 h`."""
+    """Returns a time in words: `40 s` below 90 s, `12 min` below 90 min, else `3.4 h`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def plan(request: SweepRequest) -> SweepPlan:
-    """Returns the sweep that a request asks for, checked against this machine and what is
-    registered; nothing is measured. Raises UsageError for what cannot be run here, and a
-    grid without an axis."""
+    """Returns the sweep of a request, checked against this machine and the registered
+    kernels; nothing is measured. Raises UsageError for what cannot be run here, for a
+    grid without an axis, and for an unknown axis or metric."""
     system = System.probe(request.device)
     plan = Plan.of(request, system)
     request = request.model_copy(
@@ -133,9 +134,10 @@ def plan(request: SweepRequest) -> SweepPlan:
 def sweep(
     planned: SweepPlan, directory: Path, *, rules: Rules | None = None, **how: Any
 ) -> SweepReport:
-    """Runs the plan, journalling into `directory`; returns the report, judged by `rules`
-    (None: the default ones), which the caller writes. `how`: options of `run_plan`. The
-    report has rows only where the request keeps them (`keep: head`)."""
+    """Runs the plan, journalling into `directory`. Returns the report, judged by `rules`
+    (None: the default ones); the caller writes it. `how`: further arguments of
+    `run_plan`, and raises as that. The report has rows only where the request says `keep:
+    head`. Raises MeasurementError where the rules were made for another system."""
     rules = rules or default_rules()
     check_system(planned.plan.system.as_dict(), rules)
     request, source, grid = planned.request, planned.source, planned.grid

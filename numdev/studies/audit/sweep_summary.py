@@ -13,7 +13,7 @@ from numdev.report.sweep_curves import IN_CELLS, Grid, cells, figures, notes, se
 
 
 def summarised(report: SweepReport) -> SweepReport:
-    """Returns the report with its cells, figures and summary as its rows have them.
+    """Returns the report with its cells, figures and summary, computed from its rows.
     Raises MeasurementError where rows, plan and request contradict each other."""
     request = _validated_request(report)
     grid = grid_of(report)
@@ -38,8 +38,8 @@ def summarised(report: SweepReport) -> SweepReport:
 
 
 def _validated_request(report: SweepReport) -> SweepRequest:
-    """Returns the request of a sweep's report. Raises MeasurementError where it is
-    none."""
+    """Returns the request of a sweep's report. Raises MeasurementError where it is not a
+    sweep's."""
     try:
         return SweepRequest.model_validate(report.request)
     except ValidationError as error:
@@ -48,9 +48,9 @@ def _validated_request(report: SweepReport) -> SweepRequest:
 
 
 def grid_of(report: SweepReport) -> Grid:
-    """Returns the grid, which every row must stand in. Raises MeasurementError where one
-    does not, where the request is none of a sweep, or the axis or metric is none of the
-    grid's."""
+    """Returns the grid of a sweep. Raises MeasurementError for a row of a case that the
+    request does not have, for a request of another command, and for an axis or metric
+    that the grid does not have."""
     request = _validated_request(report)
     grid = Grid(request, [(p.kernel, p.options) for p in report.plan.kernels])
     requested = {case.name for case in request.cases}
@@ -67,7 +67,8 @@ def grid_of(report: SweepReport) -> Grid:
 
 
 def baseline_of(request: SweepRequest, plan: PlanRecord) -> PlannedKernel:
-    """Returns the planned kernel that ratios are relative to. Raises MeasurementError
+    """Returns the planned kernel that ratios are relative to: the first of the plan with
+    the baseline's name, and with its options or without options. Raises MeasurementError
     where the plan has no such kernel."""
     name, options = request.baseline.name, request.baseline.options.items()
     for kernel in plan.kernels:

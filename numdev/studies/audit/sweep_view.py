@@ -1,5 +1,5 @@
-"""A sweep, shown: its sentences, its cells in one table, its curves, and who could not be
-measured."""
+"""A report of a sweep as a document: its cells in one table, its curves, and what could
+not be measured."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Where = tuple[tuple[str, str], ...]  # a row of the table: names and values on t
 
 
 def blocks(report: SweepReport) -> Iterator[doc.Node]:
-    """Yields what is shown of a sweep: the table of cells, what the curves are, the
-    curves, and what was not measured."""
+    """Yields the blocks of a sweep's report, below its answer: the table of cells, what
+    the curves are, the curves, and what was not measured."""
     summary = report.summary
     yield from _cell_blocks(report)
     about = doc.Paragraph(
@@ -58,15 +58,17 @@ class CellTable:
     """The role of each (label, format)."""
 
     def add(self, where: Where, kernel: str, cell: CellRow) -> None:
-        """Puts a cell into its row and its column."""
+        """Puts a cell into its row `where` and the column of `kernel` (its name with
+        options) and the cell's format; replaces one that is there."""
         self.cells[where, kernel, cell.format] = cell
         self.rows.setdefault(where)
         self.columns.setdefault((kernel, cell.format), cell.role)
 
     @property
     def ordered(self) -> list[tuple[str, str]]:
-        """Returns the columns, kernel by kernel: what is under audit first, then what it
-        is compared with; without those that have no number and are under no audit."""
+        """Returns the columns as (kernel, format), kernel by kernel: those under audit
+        first, then what they are compared with. A column without a number is left out,
+        unless it is under audit."""
         labels = list(dict.fromkeys(kernel for kernel, _ in self.columns))
         sized = {
             (kernel, fmt)
@@ -75,7 +77,7 @@ class CellTable:
         }
 
         def rank(column: tuple[str, str]) -> tuple[int, int, int]:
-            """Returns by what columns are sorted."""
+            """Returns the sort key of a column: its role, its kernel, its place."""
             at = list(self.columns).index(column)
             return FIRST[self.columns[column]], labels.index(column[0]), at
 
@@ -83,8 +85,8 @@ class CellTable:
 
 
 def _cell_blocks(report: SweepReport) -> Iterator[doc.Node]:
-    """Yields the table of the first metric that is drawn; nothing for a report without
-    cells, or whose request does not fit them."""
+    """Yields the table of the request's first metric; nothing for a report without cells,
+    or whose cells do not fit its request."""
     if not report.cells:
         return
     # It needs pandas, as no other report does
@@ -111,8 +113,8 @@ def _cell_blocks(report: SweepReport) -> Iterator[doc.Node]:
 def _table_node(
     table: CellTable, report: SweepReport, title: str, metric: str
 ) -> doc.Table:
-    """Returns the table as a node: ratios shaded as multiples of the floor, red where a
-    rule refuses the call, in words where the kernel did not run."""
+    """Returns the table as a node. Ratios to the floor are shaded; a cell is red where a
+    rule refuses the call; where the kernel did not run it has the status in words."""
     failed, columns = FailedNumbers(report), table.ordered
     several = len({fmt for _, fmt in columns}) > 1
     status = _reasons(report)
@@ -136,9 +138,9 @@ def _cell(
     failed: FailedNumbers,
     status: Mapping[tuple[str, str, str], DeviationRow],
 ) -> Cell:
-    """Returns a cell of the sweep: its mean, with the interval and the rules that refuse
-    it as tooltip; where the kernel did not run its status, with the reason; else a
-    dash."""
+    """Returns the node of a cell: its mean, with the interval and the rules that refuse
+    it as tooltip. Where the kernel did not run it is the status, with the reason as
+    tooltip; a dash where neither is known. `status`: as of `_reasons`."""
     key = label(cell), cell.format, cell.case
     if cell.mean is None:
         row = status.get(key)
@@ -157,7 +159,7 @@ def _cell(
 
 
 def _reasons(report: SweepReport) -> dict[tuple[str, str, str], DeviationRow]:
-    """Returns by (kernel with its options, format, case) a row of one that did not
-    run."""
+    """Returns a row of each kernel that did not run, by (kernel with its options, format,
+    case); of several rows the last."""
     rows = (row for row in report.rows if row.status != "ok")
     return {(label(r), r.format, r.case): r for r in rows}

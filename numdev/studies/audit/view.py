@@ -1,5 +1,6 @@
-"""An audit, shown: the kernels ranked, their gradients and phases, the map of the worst
-one, where along its rows a kernel errs, and which roundings make its errors."""
+"""A report of an audit as a document: the kernels ranked, their gradients and phases,
+maps of errors by layer and head, errors along a call's rows, and which roundings make
+them."""
 
 from __future__ import annotations
 
@@ -67,8 +68,8 @@ ULP_LABELS = (f"<1/{2 ** -ULPS[0]}", *(f"1/{2 ** -p}" if p < 0 else str(2**p)
 
 
 def blocks(report: AuditReport) -> Iterator[doc.Node]:
-    """Yields what is shown of an audit: ranking, maps, curves, worst rows, explanations,
-    weights."""
+    """Yields the blocks of an audit's report, below its answer: ranking, legend, maps,
+    curves, worst rows, explanations, weights."""
     summary, words, failed = report.summary, report.words, FailedNumbers(report)
     for name, kernels in grouped(summary.kernels, attrgetter("format")).items():
         yield from _format_blocks(name, kernels, words, failed)
@@ -110,8 +111,8 @@ def _name_cell(k: KernelSummary) -> Cell:
 
 
 def _max_error_text(k: KernelSummary) -> str:
-    """Returns the largest absolute error, as text; marked as a lower bound (≥) where rows
-    are sampled."""
+    """Returns a kernel's largest absolute error as text, with `≥` before it where rows
+    are sampled: it is a lower bound then."""
     return ("" if k.rows_measured is None or k.max_abs is None else "≥") + si(k.max_abs)
 
 
@@ -119,7 +120,8 @@ KERNEL = Column("kernel", align="left")
 
 
 def _ratio_columns(words: Words) -> list[Column]:
-    """Returns the columns of `_ratio_cells`, in the words of the operation."""
+    """Returns the heads of the four columns of `_ratio_cells`, in the words of the
+    operation."""
     return [
         Column("error / floor"),
         Column(f"worst {words.unit}"),
@@ -131,9 +133,9 @@ def _ratio_columns(words: Words) -> list[Column]:
 def _ratio_cells(
     k: KernelSummary, part: KernelSummary | PartSummary, failed: FailedNumbers
 ) -> list[Cell]:
-    """Returns the cells with a kernel's errors, or those of a part of it, over the floor,
-    the worst of them, over the expected and over the baseline's; `bad` where a rule
-    refuses the number."""
+    """Returns four cells with errors of a kernel, or of a part of it (a gradient, a
+    phase): the median and the worst over the floor, the worst over the expected one, and
+    the median over the baseline's. A number that a rule refuses has the style `bad`."""
     tensor, phase = "out", None
     if isinstance(part, PartSummary):
         tensor, phase = part.tensor, part.phase
@@ -155,9 +157,9 @@ def _ratio_cells(
 def _format_blocks(
     name: str, kernels: Sequence[KernelSummary], words: Words, failed: FailedNumbers
 ) -> Iterator[doc.Node]:
-    """Yields the blocks of one format: kernels ranked, their gradients and phases, and
-    remarks that the tables need. `words`: of the operation; `failed`: the numbers that
-    rules refuse."""
+    """Yields the blocks of one format: a table of the kernels ranked, tables of their
+    gradients and phases, and remarks. `words`: of the operation; `failed`: the numbers
+    that rules refuse."""
     shown = [k for k in kernels if k.ok and k.role != "precision"]
     ratios = _ratio_columns(words)
     yield doc.table(
@@ -179,8 +181,8 @@ def _format_blocks(
 
 
 def _ranking_line(k: KernelSummary, failed: FailedNumbers) -> list[Cell]:
-    """Returns a kernel's line of the ranking; one that returns NaN or infinity is not
-    described by its other elements: every number is `NaN`."""
+    """Returns a kernel's line of the ranking. Where the kernel returns NaN or infinity
+    every number is `NaN`, since its other elements do not describe it."""
     errors = Cell(si(k.mean_abs)), Cell(_max_error_text(k))
     numbers = [*_ratio_cells(k, k, failed), *errors]
     if k.nonfinite:
@@ -194,8 +196,9 @@ def _parts_table(
     parts: Sequence[tuple[KernelSummary, str, PartSummary]],
     failed: FailedNumbers,
 ) -> doc.Table:
-    """Returns a table with a row for each part (kernel, name of the part, its numbers).
-    `ratios`: the columns of the numbers; `failed`: those that rules refuse."""
+    """Returns a table with a row for each part. `ratios`: the columns of the numbers;
+    `parts`: (kernel, name of the part, its numbers); `failed`: the numbers that rules
+    refuse."""
     return doc.table(
         [KERNEL, Column("of", align="left"), *ratios],
         [
@@ -210,9 +213,10 @@ def _parts_table(
 def _format_remarks(
     name: str, kernels: Sequence[KernelSummary], words: Words
 ) -> Iterator[Item]:
-    """Yields the remarks that one format's tables need: what rounding the inputs costs,
-    what ran by default, noise, and why a kernel was skipped or failed in some calls, at
-    most REASONS reasons. `words`: of the operation."""
+    """Yields the remarks on one format: what rounding the inputs costs, what ran by
+    default, noise, and why a kernel was skipped or failed in some calls, with at most
+    REASONS reasons. Where a kernel ran in no call, its verdict says why. `words`: of the
+    operation."""
     for k in kernels:
         if k.role == "precision" and k.mean_abs:
             yield Item(
@@ -258,9 +262,10 @@ Group = tuple[str, str, str]  # kernel with its options, format and tensor
 
 def maps(report: AuditReport, failed: FailedNumbers | None = None) -> Iterator[doc.Table]:
     """Yields for each kernel, format and tensor a heat map, layer by unit, of the error
-    over what is expected, or over the floor if any of its heads has no expected error; of
-    several calls the largest. The kernel that is farthest off comes first; a number that
-    a rule refuses (`failed`; None: none does) is `bad`."""
+    over the expected one; over the floor, where one of its heads has no expected error.
+    Of several calls it has the largest error. The kernel that is farthest off comes
+    first. `failed`: numbers that a rule refuses, which are `bad`; None: there are
+    none."""
     places = Places(report.rows, report.words)
     groups = defaultdict[Group, dict[tuple[str, int | None], DeviationRow]](dict)
     for row in report.rows:
@@ -295,17 +300,18 @@ def maps(report: AuditReport, failed: FailedNumbers | None = None) -> Iterator[d
 
 
 def _severity(row: DeviationRow) -> float:
-    """Returns by what rows of a head are compared: infinite where it has elements that
-    are not finite, else error over expected, over the floor, or 0."""
+    """Returns the number by which rows of a head are compared: infinity for elements that
+    are not finite, else error over expected; where that is None or 0, error over floor,
+    or 0."""
     return math.inf if row.nonfinite else row.expected_ratio or row.floor_ratio or 0.0
 
 
 def _head_cell(
     row: DeviationRow | None, metric: str, name: str, failed: FailedNumbers | None
 ) -> Cell:
-    """Returns the cell of a head: its value of `metric`, coloured by the logarithm, its
-    ratios and largest error as tooltip, and `name` as the cell's id. NONE without a row
-    or value, `NaN` where elements are not finite."""
+    """Returns the cell of a head: its value of `metric`, coloured by the logarithm, with
+    its ratios and largest error as tooltip. A dash without a row or value, `NaN` where
+    elements are not finite. `name`: the cell's id."""
     value: float | None = None if row is None else getattr(row, metric)
     if row is None or value is None:
         return Cell(NONE)
@@ -332,8 +338,8 @@ def _head_cell(
 
 
 def by_layer(report: AuditReport) -> Iterator[doc.Node]:
-    """Yields curves of the error of the output over the floor, layer by layer: the median
-    over heads; nothing for fewer than three layers."""
+    """Yields figures of the output's error over the floor, layer by layer, the median
+    over heads, one for each format; nothing for fewer than three layers."""
     rows = [
         row
         for row in report.rows
@@ -374,10 +380,11 @@ def _label_and_role(row: DeviationRow | ProfileRow) -> tuple[str, Role]:
 
 
 def positions(profiles: Sequence[ProfileRow]) -> Iterator[doc.Node]:
-    """Yields for each format, tensor and kind of attention curves of the errors over what
-    is predicted, by bin of positions; where nothing is, the errors themselves. Medians
-    over calls of the length that most calls have, the longest of several. Nothing without
-    profiles."""
+    """Yields figures of errors over what is predicted, by bin of positions, for each
+    format, tensor and kind of attention; of the errors themselves where nothing is
+    predicted. Behind them come remarks on where kernels err most. A curve has the medians
+    over calls of one length: that of most calls, of several such lengths the longest.
+    Nothing without profiles."""
     figures = defaultdict(list)
     groups = grouped(profiles, attrgetter("format", "attends", "tensor"))
     for (name, attends, tensor), rows in groups.items():
@@ -423,8 +430,8 @@ def positions(profiles: Sequence[ProfileRow]) -> Iterator[doc.Node]:
 
 def spread(profiles: Sequence[ProfileRow]) -> Iterator[doc.Node]:
     """Yields one block of histograms as curves, a figure for each format and tensor: the
-    share of elements, in %, that err by how many ulps, of kernels, the floor and what is
-    predicted. Without profiles it has no figure."""
+    share of elements, in %, by the size of their error in ulps, for kernels, the floor
+    and what is predicted. Without profiles the block has no figure."""
     groups = defaultdict[tuple[str, str], dict[tuple[str, Role], list[int]]](dict)
     for row in profiles:
         if row.role == "baseline":
@@ -465,8 +472,8 @@ def spread(profiles: Sequence[ProfileRow]) -> Iterator[doc.Node]:
 
 
 def _peak_remarks(figure: Figure) -> Iterator[Item]:
-    """Yields where each kernel of a figure first errs at least twice what is predicted,
-    and where most; nothing for one that never does."""
+    """Yields for each kernel of a figure where it first errs at least twice what is
+    predicted, and where most; nothing for a kernel that never does."""
     for curve in figure.curves:
         over = [point for point in curve.points if point.mean >= 2]
         if over and figure.relative and curve.role == "kernel":
@@ -480,9 +487,8 @@ def _peak_remarks(figure: Figure) -> Iterator[Item]:
 
 
 def _errors_by_bin(row: ProfileRow, relative: bool) -> Sequence[float | None]:
-    """Returns the error of each bin of a profile, or with `relative` over what is
-    predicted; None for a bin without an error, or with a prediction that is missing or
-    0."""
+    """Returns the error of each bin of a profile; with `relative` over what is predicted.
+    None for a bin without an error, and where the prediction is missing or 0."""
     if not relative:
         return row.errors
     predicted = row.predicted or [None] * len(row.errors)
@@ -493,9 +499,9 @@ def _errors_by_bin(row: ProfileRow, relative: bool) -> Sequence[float | None]:
 def _worst_row_blocks(
     rows: Sequence[WorstRow], words: Words, *, sampled: bool
 ) -> Iterator[doc.Node]:
-    """Yields a list of the rows that err most, where they stand, and what is special
-    about them; with a heading where there are any. `words`: of the operation; `sampled`:
-    whether only some rows were measured."""
+    """Yields a list of the rows that err most: where they stand, and what is special
+    about them. The heading is missing, and the list empty, without rows. `words`: of the
+    operation; `sampled`: whether only some rows were measured."""
     if rows:
         yield doc.Heading(
             f"Rows with the largest errors{', of those measured' * sampled}"
@@ -509,7 +515,7 @@ def _worst_row_blocks(
 
 def _explanation_blocks(explanations: Sequence[Explanation]) -> Iterator[doc.Node]:
     """Yields the table of which roundings make each kernel's errors, and a paragraph on
-    what its sites are."""
+    what the rounding sites in it are."""
     yield doc.text_table(
         ("kernel", "", "makes the errors of", "residual", "next", "of its squared error"),
         map(_explanation_line, explanations),
@@ -532,9 +538,10 @@ def _explanation_line(e: Explanation) -> tuple[Cell | str, ...]:
 
 
 def _rounding_in_words(e: Explanation) -> str:
-    """Returns in words the emulation that makes these errors, and in how many calls where
-    not in all; where none is identified the nearest one, if any, or that there is no
-    error."""
+    """Returns in words the emulation that makes these errors, with the number of calls
+    where it does not in all (`fa2 (3 of 4 calls)`). `not identified; closest: fa2` where
+    no emulation does, `not identified` where none could be compared, `no error` where
+    there is none."""
     if e.nearest is None:
         return "not identified" if e.calls or e.reason else "no error"
     name = e.nearest.replace("`", "")
@@ -546,9 +553,9 @@ def _rounding_in_words(e: Explanation) -> str:
 
 
 def _weight_lines(rows: Sequence[WeightRow]) -> Iterator[tuple[str, ...]]:
-    """Yields a line for each format: how many stored tensors, their mean and largest
-    change and the tensor that has it, and how many elements the format cannot hold; means
-    are over elements that it can."""
+    """Yields a line for each format: the number of stored tensors, their mean and largest
+    change, the tensor with the largest, and the number of elements that the format cannot
+    have, which the mean leaves out."""
     for name, these in grouped(rows, attrgetter("format")).items():
         sized = [row for row in these if row.max_abs is not None]
         worst = max(sized, key=lambda row: row.max_abs or 0.0, default=None)

@@ -1,10 +1,10 @@
-"""Messages between numdev and a process in which foreign code runs.
+"""Messages between numdev and a process that runs foreign code.
 
 A task goes there as torch pickles it. An answer is the task's token, the length of a JSON
-header, the header, the bytes of the tensors it names, and the token; nothing of it is
-unpickled. The process may write anything, at any speed: a message is whole by its
-deadline or it is none, and what it may hold follows from the case, not from what it says
-of itself."""
+header, the header, the bytes of the tensors it names, and the token; nothing in it is
+unpickled. The process may write whatever it likes, at any speed: a message that is not
+whole by its deadline is dropped, and the shapes it may have follow from the case, not
+from what the message says."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ TEXTS = ("not_lse", "ran", "ran_backward")
 
 
 class TensorLayout(TypedDict):
-    """How a tensor lies in memory; of a worker's message, so that nothing of it is
-    certain."""
+    """How a tensor lies in memory, as a worker's message says: none of it is certain."""
 
     dtype: str
     shape: list[int]
@@ -54,13 +53,13 @@ class Ended(Exception):
 
 
 class Late(Exception):
-    """A message was not whole by its deadline."""
+    """A message was not complete by its deadline."""
 
 
 class Channel:
-    """numdev's end of the connection: a socket, and what the process writes to stderr.
-    `has_ended` says whether the process is gone: what it leaves behind may hold the other
-    end for ever. Neither may block."""
+    """numdev's end of the connection: a socket, and the pipe of the process's stderr.
+    Neither blocks. `has_ended` returns whether the process is gone: children that it
+    leaves may keep the other end open."""
 
     def __init__(
         self, end: socket.socket, stderr: int, has_ended: Callable[[], bool]
@@ -76,8 +75,8 @@ class Channel:
         os.close(self.stderr)
 
     def is_clean(self) -> bool:
-        """Whether nothing has come that nobody asked for, and the other end is still
-        open. Nothing is taken, and it does not wait."""
+        """Whether no unread byte has come, and the other end is still open. Reads
+        nothing, and does not wait."""
         try:
             self.socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -87,8 +86,8 @@ class Channel:
         return False
 
     def send(self, message: bytes, deadline: float) -> None:
-        """Sends a message after its length. Raises Ended where the process ends before,
-        and Late after the deadline (`time.monotonic`)."""
+        """Sends a message after its length (8 bytes). Raises Ended where the process ends
+        before all is sent, and Late after the deadline (of `time.monotonic`)."""
         unsent = memoryview(LENGTH.pack(len(message)) + message)
         while unsent:
             self._wait_until_ready(selectors.EVENT_WRITE, deadline)
@@ -100,15 +99,16 @@ class Channel:
                 raise Ended from error
 
     def read(self, size: int, deadline: float) -> bytearray:
-        """Returns the next `size` bytes. Raises Ended where they end before, and Late
-        after the deadline (`time.monotonic`)."""
+        """Returns the next `size` bytes. Raises Ended where the process ends before they
+        came, and Late after the deadline (of `time.monotonic`)."""
         message = bytearray(size)
         self.fill(memoryview(message), deadline)
         return message
 
     def fill(self, missing: memoryview, deadline: float) -> None:
-        """Fills memory with the bytes that come, as many as it holds. Raises Ended where
-        they end before, and Late after the deadline (`time.monotonic`)."""
+        """Fills all of the memory `missing` with the next bytes. Raises Ended where the
+        process ends before they came, and Late after the deadline (of
+        `time.monotonic`)."""
         while missing:
             try:
                 count = self.socket.recv_into(missing)
@@ -122,22 +122,22 @@ class Channel:
             missing = missing[count:]
 
     def last_line(self) -> str:
-        """Returns the last line that the process wrote to stderr; empty where it wrote
-        none."""
+        """Returns the last line that the process wrote to stderr, stripped; empty where
+        it wrote nothing since `forget`."""
         self._drain_stderr()
         lines = self.tail.decode(errors="replace").strip().splitlines()
         return lines[-1].strip() if lines else ""
 
     def forget(self) -> None:
-        """Drops what was written to stderr until now."""
+        """Drops what the process wrote to stderr until now."""
         self._drain_stderr()
         self.tail = b""
 
     def _wait_until_ready(self, event: int, deadline: float) -> None:
-        """Waits until the socket is ready for `event` (of `selectors`). Takes meanwhile
-        what comes on stderr, so that a process that writes much does not wait for a
-        reader. Raises Late after the deadline, and Ended once the process is gone and
-        nothing is left to read."""
+        """Waits until the socket is ready for `event` (of `selectors`). Reads stderr
+        meanwhile, so that a process that writes much does not wait for a reader. Raises
+        Late after the deadline, and Ended once the process is gone and nothing is left to
+        read."""
         with selectors.DefaultSelector() as selector:
             selector.register(self.socket, event)
             selector.register(self.stderr, selectors.EVENT_READ)
@@ -159,8 +159,8 @@ class Channel:
                     selector.unregister(self.stderr)
 
     def _drain_stderr(self) -> bool:
-        """Takes one pipe's fill of stderr, of which the last TAIL_BYTES are kept; returns
-        False once it is closed."""
+        """Reads once from stderr, up to 64 KiB, and keeps the last TAIL_BYTES of all.
+        Returns False where the pipe is closed."""
         try:
             text = os.read(self.stderr, 1 << 16)
         except BlockingIOError:
@@ -176,14 +176,15 @@ Part = bytes | memoryview
 
 
 def failed_answer(status: Literal["skipped", "failed"], reason: str) -> list[Part]:
-    """Returns the parts of what is sent after the token for a kernel without an output.
+    """Returns the parts that are sent after the token for a kernel without an output.
     Raises ValueError for a reason that is too long for a header."""
     return _pack_header({"status": status, "reason": reason})
 
 
 def output_answer(output: Output) -> list[Part]:
-    """Returns the parts of what is sent after the token for a kernel's output: header and
-    bytes of the tensors. Raises ValueError for a header of more than MAX_HEADER bytes."""
+    """Returns the parts that are sent after the token for a kernel's output: the header,
+    then the bytes of each tensor. Raises ValueError for a header of more than MAX_HEADER
+    bytes."""
     tensors = {name: x for name, x in vars(output).items() if isinstance(x, Tensor)}
     layouts = {
         name: {"dtype": str(x.dtype), "shape": list(x.shape), "stride": list(x.stride())}
@@ -196,8 +197,8 @@ def output_answer(output: Output) -> list[Part]:
 
 
 def _pack_header(content: Mapping[str, object]) -> list[Part]:
-    """Returns the length of a header and its JSON. Raises ValueError for more than
-    MAX_HEADER bytes."""
+    """Returns the length of a header (8 bytes), and the header as JSON. Raises ValueError
+    for more than MAX_HEADER bytes."""
     text = json.dumps(content, default=str).encode()
     if len(text) > MAX_HEADER:
         raise ValueError(f"header: expected at most {MAX_HEADER} bytes, got {len(text)}")
@@ -207,10 +208,10 @@ def _pack_header(content: Mapping[str, object]) -> list[Part]:
 def read_answer(
     channel: Channel, token: bytes, case: AttentionCase, deadline: float
 ) -> Output | tuple[Literal["skipped", "failed"], str]:
-    """Returns the output of a case, on the CPU, or a status and its reason. `token`: what
-    the answer must begin and end with. Raises ValueError, KeyError or TypeError for
-    anything else that came, Ended where the process ends before, and Late after the
-    deadline (`time.monotonic`)."""
+    """Returns the output that a worker sent for a case, on the CPU; or a status
+    (`skipped`, `failed`) and its reason. `token`: what the answer must begin and end
+    with. Raises ValueError, KeyError or TypeError for any other bytes, Ended where the
+    process ends before, and Late after the deadline (of `time.monotonic`)."""
     _expect_token(channel, token, deadline)
     answer = _read_answer_body(channel, case, deadline)
     _expect_token(channel, token, deadline)
@@ -218,8 +219,8 @@ def read_answer(
 
 
 def _expect_token(channel: Channel, token: bytes, deadline: float) -> None:
-    """Reads the token. Raises ValueError where something else comes, Ended where the
-    process ends before, and Late after the deadline."""
+    """Reads a token. Raises ValueError where other bytes come, Ended where the process
+    ends before, and Late after the deadline."""
     if channel.read(TOKEN_BYTES, deadline) != token:
         raise ValueError("not an answer to this task")
 
@@ -227,9 +228,9 @@ def _expect_token(channel: Channel, token: bytes, deadline: float) -> None:
 def _read_answer_body(
     channel: Channel, case: AttentionCase, deadline: float
 ) -> Output | tuple[Literal["skipped", "failed"], str]:
-    """Returns what an answer holds between its tokens: an output of the case, or a status
-    and its reason. Raises ValueError, KeyError or TypeError for what is neither, Ended
-    where the process ends before, and Late after the deadline."""
+    """Returns what an answer has between its tokens: an output of the case, on the CPU,
+    or a status and its reason. Raises ValueError, KeyError or TypeError for what is
+    neither, Ended where the process ends before, and Late after the deadline."""
     (length,) = LENGTH.unpack(channel.read(LENGTH.size, deadline))
     if length > MAX_HEADER:
         raise ValueError(f"header: expected at most {MAX_HEADER} bytes, got {length}")
@@ -255,7 +256,8 @@ def _read_answer_body(
 
 
 def shapes_of(case: AttentionCase) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every tensor that an output of this case may have, by name."""
+    """Returns the shape of every tensor that an output of this case may have, by name:
+    out, lse, dq, dk and dv."""
     rows = tuple(case.q.shape[:3])
     out = (*rows, case.v.shape[-1])
     inputs = {"dq": case.q, "dk": case.k, "dv": case.v}
@@ -273,9 +275,10 @@ def _read_tensor(
     shape: tuple[int, ...],
     deadline: float,
 ) -> Tensor:
-    """Returns the next tensor, laid out in memory as it was, or dense where its strides
-    span more than MAX_GAP times its size. Raises ValueError where its shape is not
-    `shape` or its strides are not as many, KeyError for an unknown dtype."""
+    """Returns the next tensor, with the strides of `layout`; contiguous where these span
+    more than MAX_GAP times its size. Raises ValueError where its shape is not `shape`,
+    and for strides that are negative or not as many; KeyError for an unknown dtype; Ended
+    and Late as `Channel.fill`."""
     dtype, stride = DTYPES[layout["dtype"]], layout["stride"]
     if tuple(layout["shape"]) != shape:
         raise ValueError(f"{name}: expected shape {list(shape)}, got {layout['shape']}")
@@ -295,8 +298,8 @@ def _read_tensor(
 
 
 def read_task(end: socket.socket) -> bytearray:
-    """Returns the next task's bytes. Raises EOFError when numdev sends no more, or a
-    length beyond MAX_TASK."""
+    """Returns the bytes of the next task; waits for them without a limit. Raises EOFError
+    where numdev has closed the socket, and for a length beyond MAX_TASK."""
     (length,) = LENGTH.unpack(_read_exactly(end, LENGTH.size))
     if length > MAX_TASK:
         raise EOFError
@@ -305,7 +308,7 @@ def read_task(end: socket.socket) -> bytearray:
 
 def _read_exactly(end: socket.socket, size: int) -> bytearray:
     """Returns the next `size` bytes; waits for them without a limit. Raises EOFError
-    where they end before."""
+    where the socket is closed before."""
     message = bytearray(size)
     missing = memoryview(message)
     while missing:

@@ -1,7 +1,7 @@
-"""The start and the end of the process in which foreign kernels run. Standard library
-alone: a command starts it before it imports torch, which the process imports meanwhile.
+"""The start and the end of the process that runs foreign kernels. Standard library alone:
+a command starts the process before it imports torch, and the process imports meanwhile.
 
-`worker_supervisor` is what is started, `isolation` what speaks to it."""
+What is started is `worker_supervisor`; `isolation` talks to it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ END_S = 5.0  # what a supervisor may take to end what its worker started
 
 @dataclass(frozen=True, eq=False)
 class WorkerProcess:
-    """A supervisor with its worker, and the ends of their pipes that are here."""
+    """A supervisor with its worker, and this process's ends of the pipes to them."""
 
     process: subprocess.Popen[bytes]
     socket: socket.socket
@@ -60,8 +60,8 @@ class WorkerProcess:
         return cls(process, ours, stderr, lifeline)
 
     def end(self) -> None:
-        """Ends the process and all that it started. What it has sent can still be
-        read."""
+        """Ends the process and all that it started; waits for that, up to END_S seconds,
+        then kills it. What it has sent can still be read. To be called once."""
         os.close(self.lifeline)
         try:
             self.process.wait(timeout=END_S)
@@ -75,9 +75,9 @@ class WorkerProcess:
 
 @contextlib.contextmanager
 def started(*, wanted: bool) -> Iterator[list[WorkerProcess]]:
-    """Yields a list of a process that is starting, empty unless `wanted`. Whoever takes
-    it out of the list ends it; else it ends with the block. Raises OSError where no
-    process can be started."""
+    """Yields a list with one process that is starting; empty unless `wanted`. The process
+    ends with the block, unless someone took it out of the list, who then must end it.
+    Raises OSError where no process can be started."""
     waiting = [WorkerProcess.start()] if wanted else []
     try:
         yield waiting

@@ -1,11 +1,10 @@
-"""The process between numdev and its worker: it starts the worker, and takes everything
-with it that the worker started.
+"""The process between numdev and its worker: it starts the worker, and ends it with all
+that the worker started.
 
-A script of the standard library alone, so that it is there before torch is imported and
-cannot hang with a kernel. It ends when numdev does, even by SIGKILL, and as its worker
-ended. On Linux it adopts what daemonises itself, and the worker dies with it; elsewhere
-it kills the worker's group.
-"""
+A script of the standard library alone, so that it runs before torch is imported and
+cannot hang with a kernel. It ends when numdev does, even by SIGKILL; when the worker
+ends, it ends in the same way, by signal or exit code. On Linux it adopts processes that
+detach themselves, and the worker dies with it; elsewhere it kills the worker's group."""
 
 from __future__ import annotations
 
@@ -25,9 +24,9 @@ TICK_S = 1.0
 
 
 def main() -> None:
-    """Starts the worker in a new process, waits for its end or numdev's, kills what it
-    started, and ends as it did. The arguments are JSON in sys.argv: numdev's process id,
-    the worker's socket, the lifeline, and sys.path."""
+    """Starts the worker in a new process, waits until the worker or numdev ends, kills
+    all that the worker started, and ends as the worker did. sys.argv[1] is JSON: numdev's
+    process id, the worker's socket, the lifeline, and sys.path."""
     numdev, pipe, lifeline, sys.path[:] = json.loads(sys.argv[1])
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     woken, wake = os.pipe()
@@ -85,7 +84,8 @@ def end_of(worker: int, numdev: int, lifeline: int, woken: int) -> int:
 
 
 def end_children() -> None:
-    """Kills every child, and what it leaves to this process, until there is none."""
+    """Kills every child process, and those that a killed child leaves to this process,
+    until none is left."""
     with contextlib.suppress(ChildProcessError):
         while True:
             for child in children():
@@ -95,8 +95,8 @@ def end_children() -> None:
 
 
 def children() -> list[int]:
-    """Returns the processes whose parent is this one; empty where the system has no
-    /proc."""
+    """Returns the ids of the processes whose parent is this one; empty where the system
+    has no /proc."""
     parents = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has just ended
@@ -107,8 +107,8 @@ def children() -> list[int]:
 
 
 def end_as(status: int) -> None:
-    """Ends this process as the worker did, by signal or exit code, for numdev to see.
-    Does not return."""
+    """Ends this process as the worker ended, by signal or exit code, for numdev to see.
+    `status`: the worker's wait status. Does not return."""
     if os.WIFSIGNALED(status):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # one core is enough
         number = os.WTERMSIG(status)
