@@ -490,7 +490,7 @@ def test_the_numbers_of_dashboards() -> None:
 
 def test_the_jackknife_of_a_mean_is_students_interval() -> None:
     """Of a plain mean over sequences it is the usual one; without three sequences there
-    is none, and no number where one is not finite."""
+    is none, nor where it is not finite, and no number where one is not finite."""
     values = [1.0, 2.0, 4.0, 5.0]
     sums = [{"x": x, "n": 1.0} for x in values]
     estimate = jackknife(sums, lambda s: s["x"] / s["n"])
@@ -505,6 +505,9 @@ def test_the_jackknife_of_a_mean_is_students_interval() -> None:
     assert within is not None
     assert (within.mean, within.low, within.high) == (3, 2.9, 3.1)
     assert jackknife([{"x": math.inf, "n": 1.0}], lambda s: s["x"]) is None
+    huge = jackknife([{"x": x} for x in (1e300, 1.0, 1.0)], lambda s: s["x"])
+    assert huge is not None
+    assert (huge.mean, huge.low, huge.high) == (1e300, None, None)
 
 
 def cause_row(**fields: float) -> CauseRow:

@@ -171,9 +171,10 @@ def jackknife(
 ) -> SequenceEstimate | None:  # fmt: skip
     """Returns a number made of sums over sequences, and its interval: each sequence is
     left out once, and Student's t is taken of what that changes. Without an interval for
-    fewer than FEWEST sequences; None where the number is not finite, or some sequence
-    cannot be left out. `within`: the least and the most that the number can be, where the
-    interval ends: what is impossible is left out, which changes no coverage.
+    fewer than FEWEST sequences, where some sequence cannot be left out, and for one that
+    is not finite; None where the number is not. `within`: the least and the most that the
+    number can be, where the interval ends: what is impossible is left out, which changes
+    no coverage.
 
     Efron and Stein, "The jackknife estimate of variance" (1981); Mandelkern, "Setting
     confidence intervals for bounded parameters", Statist. Sci. 17 (2002)."""
@@ -198,7 +199,10 @@ def jackknife(
     without = np.array([value(total - row) for row in table])
     if not np.isfinite(without).all():
         return SequenceEstimate(mean=mean)
-    spread = math.sqrt((n - 1) / n * float(((without - without.mean()) ** 2).sum()))
+    with np.errstate(over="ignore"):
+        spread = math.sqrt((n - 1) / n * float(((without - without.mean()) ** 2).sum()))
+    if not math.isfinite(spread):
+        return SequenceEstimate(mean=mean)
     half = student(n - 1, confidence) * spread
     low, high = max(within[0], mean - half), min(within[1], mean + half)
     return SequenceEstimate(mean=mean, low=low, high=high)
