@@ -612,3 +612,56 @@ def test_a_channel_of_a_batch_norm_shares_the_errors_of_its_statistics(seed: int
     assert result.passed, result.in_short
     scaled = check_beside(lambda *x: by_hand(*x) * (1 + 200 * 2.0**-24), **same)
     assert scaled.verdict == "FAIL"
+
+
+# --- what elements share --------------------------------------------------------------
+
+
+def test_equal_values_err_alike() -> None:
+    """A kernel computes the same from the same: of a clamped tensor, half of which is 1,
+    that is one draw and not thousands. Compiled code was accused of it."""
+    x = drawn(64, 64).clamp(-1, 1).double()
+    wide = Arithmetic(noise=1).result(aten.exp.default, (x,), x.exp(), torch.float32)
+    error = (wide - x.exp())[x == 1]
+    assert len(error) > 100
+    assert len(error.unique()) == 1
+    others = (wide - x.exp())[x.abs() < 1]
+    assert len(others.unique()) > 0.9 * len(others)
+    again = Arithmetic(noise=1)._drawn_by_value(x)
+    other = Arithmetic(noise=2)._drawn_by_value(x)
+    assert abs(float(torch.corrcoef(torch.stack([again[0], other[0]]))[0, 1])) < 0.5
+
+
+@pytest.mark.parametrize("count", [100, 100_000])
+def test_numbers_by_value_are_standard_normal_and_new_for_each_operation(
+    count: int,
+) -> None:
+    arithmetic, values = Arithmetic(noise=5), drawn(count).double()
+    one, two = (arithmetic._drawn_by_value(values) for _ in range(2))
+    bound = 5 / math.sqrt(count)
+    for x in (one, two):
+        assert abs(float(x.mean())) < bound
+        assert abs(float(x.square().mean()) - 1) < 2 * bound
+    assert abs(float((one * two).mean())) < bound
+    assert len(one.unique()) > 0.9 * count
+
+
+def test_a_norms_elements_share_the_errors_of_their_statistics() -> None:
+    """A group with a mean of 50 times its spread loses it in float32, the others not; and
+    what it loses is one shift for all of it."""
+    x = drawn(4, 6, 8, 8).double()
+    x[:, 2:4] += 50
+    args = (x, None, None, 4, 6, 64, 3, 1e-5)
+    result = aten.native_group_norm.default(*args)[0]
+    runs = [
+        Arithmetic(noise=i).result(
+            aten.native_group_norm.default, args, result, torch.float32
+        )
+        - result
+        for i in range(20)
+    ]
+    errors = torch.stack(runs).reshape(20, 4, 3, -1)
+    shift, rest = errors.mean(-1), errors.std(-1)
+    by_group = shift.square().mean((0, 1)).sqrt()
+    assert float(by_group[1] / by_group[0]) > 10
+    assert float((shift[:, :, 1].abs() / rest[:, :, 1]).median()) > 3

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -36,6 +36,10 @@ U = FLOAT32.unit_roundoff
 FLOAT64 = FORMATS["float64"]
 OF_TRUTH = 2.0  # times the variance, where the exact result errs as the results beside it
 PER_STEP = 0.18  # the variance of a rounding error, in u^2 of what is rounded
+NUMBERS_PER_VALUE = 16  # random numbers that a value's is one of, up to MOST_NUMBERS
+MOST_NUMBERS = 1 << 22
+GOLDEN = 0x9E3779B97F4A7C15
+MIXED = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 OF_A_FUNCTION = 0.6  # u: the error of a transcendental function
 FUNCTIONS = frozenset(
     """exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan atan2 sinh cosh tanh
@@ -64,6 +68,7 @@ NORMS = frozenset(
 # Logarithms, in which -1e9 or the lowest number stands for what is masked, and says
 # nothing of other results. That of a float32 number is within 104 of 0.
 LARGEST_LOGARITHM = 1e4
+LARGEST_LEAN = 1e6  # of a mean's square over the variance, beyond which all is rounding
 LOGARITHMS = frozenset(("_log_softmax", "logcumsumexp", "_logcumsumexp"))
 # What adds up, and whose terms nobody has looked at.
 SCATTERED = frozenset(
@@ -116,6 +121,8 @@ class Arithmetic(EveryOperation):
         super().__init__(seed=seed)
         self.noise, self.is_narrow = noise, is_narrow
         self.normal: dict[torch.device, torch.Generator] = {}
+        self.numbers: dict[torch.device, Tensor] = {}  # as many as a power of two
+        self.operations = 0
 
     def result(
         self,
@@ -143,16 +150,20 @@ class Arithmetic(EveryOperation):
     def _error(
         self, func: OpOverload, args: Arguments, values: Tensor, variance: Tensor
     ) -> Tensor:
-        """Returns normally distributed errors of a variance, independent for each
-        element. A batch norm in training has two instead that all elements of a channel
-        share: its deviation's error goes along with the values, its mean's adds the same
+        """Returns normally distributed errors of a variance: the same one for the same
+        value. Of a norm the elements that have statistics in common share two besides:
+        the deviation's error goes along with the values, the mean's adds the same
         everywhere."""
-        if values.ndim < 2 or not _shares_statistics(func, args):
-            return variance.sqrt() * self._drawn(values, values.shape)
-        shape = [1, values.shape[1], *[1] * (values.ndim - 2)]
-        least = variance.amin()
-        along = (variance - least).sqrt() * values.sign() * self._drawn(values, shape)
-        return along + least.sqrt() * self._drawn(values, shape)
+        groups = _groups_of_statistics(func, args, values)
+        if groups is None:
+            return variance.sqrt() * self._drawn_by_value(values)
+        single = torch.minimum((OF_A_FUNCTION * U * values).square(), variance)
+        shared, grouped = (x.reshape(groups.view) for x in (variance - single, values))
+        least = shared.amin(groups.shared, keepdim=True)
+        along = (shared - least).sqrt() * grouped.sign()
+        along = along * self._drawn(values, groups.each)
+        error = along + least.sqrt() * self._drawn(values, groups.each)
+        return error.reshape(values.shape) + single.sqrt() * self._drawn_by_value(values)
 
     def _of_what_cancels(
         self, func: OpOverload, args: Arguments, values: Tensor
@@ -174,6 +185,20 @@ class Arithmetic(EveryOperation):
         single = (PER_STEP * squares).sqrt() * self._drawn(values, squares.shape)
         return _finite(of.ungrouped(of.scale * (U * single + shared)))
 
+    def _drawn_by_value(self, values: Tensor) -> Tensor:
+        """Returns standard normal numbers, one for each of some fp64 values, the same for
+        the same value: a kernel errs alike wherever it computes the same, so that a
+        thousand equal results are one draw. Different values share a number by chance
+        alone."""
+        size = min(MOST_NUMBERS, NUMBERS_PER_VALUE << values.numel().bit_length())
+        device = values.device
+        numbers = self.numbers.get(device)
+        if numbers is None or numbers.numel() < size:
+            numbers = self.numbers[device] = self._drawn(values, (size,))
+        self.operations += 1
+        places = _scattered(values, self.operations) & (numbers.numel() - 1)
+        return numbers[places]
+
     def _drawn(self, like: Tensor, shape: Sequence[int]) -> Tensor:
         """Returns standard normal numbers of a shape, of the dtype and on the device of
         `like`: the next ones of the generator that this object has for the device."""
@@ -183,6 +208,21 @@ class Arithmetic(EveryOperation):
         return torch.randn(
             shape, generator=self.normal[device], dtype=like.dtype, device=device
         )
+
+
+def _scattered(values: Tensor, salt: int) -> Tensor:
+    """Returns an int64 for each fp64 value whose bits are as good as random, the same for
+    the same bits: the finaliser of SplitMix64 (Steele, Lea and Flood, 2014) of the bits
+    and a `salt`, with shifts that keep the sign."""
+    bits = values.contiguous().view(torch.int64) + _as_int64(salt * GOLDEN)
+    for shift, factor in MIXED:
+        bits = (bits ^ (bits >> shift)) * _as_int64(factor)
+    return bits ^ (bits >> 31)
+
+
+def _as_int64(bits: int) -> int:
+    """Returns the signed number whose last 64 bits are those of `bits`."""
+    return (bits + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def variance_of(func: OpOverload, args: Arguments, values: Tensor) -> Tensor | None:
@@ -215,6 +255,38 @@ def _is_of_input(args: Arguments, values: Tensor) -> bool:
     more."""
     back = args[0]
     return isinstance(back, Tensor) and values.shape == back.shape and back.ndim > 1
+
+
+class Groups(NamedTuple):
+    """How the elements of a result share statistics."""
+
+    view: Sequence[int]  # a shape of the result
+    each: Sequence[int]  # of that, with 1 where elements share them
+
+    @property
+    def shared(self) -> list[int]:
+        """Returns the axes of `view` along which elements share statistics."""
+        return [i for i, n in enumerate(self.each) if n == 1]
+
+
+def _groups_of_statistics(
+    func: OpOverload, args: Arguments, values: Tensor
+) -> Groups | None:
+    """Returns how a norm's result shares statistics: of a batch norm in training all of a
+    channel, of a group norm those of a group in a batch entry, of a layer or RMS norm
+    those of a row. None for any other operator, and for the statistics themselves."""
+    name = func.overloadpacket.__name__
+    if values.ndim >= 2 and _shares_statistics(func, args):
+        return Groups(values.shape, [1, values.shape[1], *[1] * (values.ndim - 2)])
+    if name == "native_group_norm" and values.shape == cast(Tensor, args[0]).shape:
+        batch, groups = cast(int, args[3]), cast(int, args[6])
+        return Groups([batch, groups, -1], [batch, groups, 1])
+    if name in ("native_layer_norm", "_fused_rms_norm"):
+        size = math.prod(cast(Sequence[int], args[1]))
+        rows = values.numel() // size
+        if values.shape == cast(Tensor, args[0]).shape:
+            return Groups([rows, size], [rows, 1])
+    return None
 
 
 def _shares_statistics(func: OpOverload, args: Arguments) -> bool:
@@ -269,13 +341,36 @@ def _of_norm(func: OpOverload, args: Arguments, values: Tensor) -> Tensor:
     elif x.ndim > 1 and _shares_statistics(func, args):
         count = x.numel() / x.shape[1]
     squares = values.square()
+    groups = _groups_of_statistics(func, args, values)
+    if groups is not None and x.shape == values.shape:
+        return U**2 * (_growth(count) * squares + _of_means(x, values, groups))
     counted = torch.where(values.abs() > LARGEST_LOGARITHM, 0, squares)
     typical = (counted if is_logarithm else squares).mean()
     spread = x.var(correction=0) if x.numel() > 1 else x.square().sum()
     lean = 1 + float(x.mean().square() / spread) if float(spread) > 0 else 1.0
-    growth = PER_STEP * count / 3 + OF_A_FUNCTION**2
-    size = squares + min(lean, 1e6) * typical / math.sqrt(count)
-    return U**2 * growth * size
+    size = squares + min(lean, LARGEST_LEAN) * typical / math.sqrt(count)
+    return U**2 * _growth(count) * size
+
+
+def _of_means(x: Tensor, values: Tensor, groups: Groups) -> Tensor:
+    """Returns what the mean of each group adds to the variance of a norm's result, in
+    squared unit roundoffs: the more, the larger a group's mean is beside its spread. `x`:
+    the norm's input, of the shape of `values`."""
+    grouped, squares = x.reshape(groups.view), values.square().reshape(groups.view)
+    over = groups.shared
+    spread = grouped.var(over, correction=0, keepdim=True)
+    lean = 1 + grouped.mean(over, keepdim=True).square() / spread
+    lean = torch.where(spread > 0, lean, 1.0).clamp_max(LARGEST_LEAN)
+    count = x.numel() / max(1, spread.numel())
+    typical = squares.mean(over, keepdim=True)
+    added = _growth(count) * lean * typical / math.sqrt(count)
+    return added.expand(squares.shape).reshape(values.shape)
+
+
+def _growth(count: float) -> float:
+    """Returns the variance, in squared unit roundoffs, of the relative error of a sum of
+    `count` numbers of one sign, and of the function of it that a norm divides by."""
+    return PER_STEP * count / 3 + OF_A_FUNCTION**2
 
 
 def _of_weight(func: OpOverload, args: Arguments, values: Tensor) -> Tensor | None:

@@ -58,8 +58,9 @@ class Judge:
     def beside(self, x: Tensor | None) -> Judge:
         """Returns what an implementation's tensor `x` is judged by. That is this judge,
         or for a doubtful tensor the `closer` one, since what four runs show of an element
-        is luck. A tensor is doubtful that exceeds a limit, that differs in an integer, or
-        that is not finite where the exact result is (or the reverse). This judge also for
+        is luck. A tensor is doubtful that exceeds a limit, also one that is not judged
+        then since the reference is no yardstick; that differs in an integer; or that is
+        not finite where the exact result is (or the reverse). This judge also for
         None and where there are no further runs. Raises what the reference raises."""
         if x is None or self.further is None:
             return self
@@ -67,7 +68,8 @@ class Judge:
         if not doubtful and self.errors is None:
             doubtful = bool(self.mismatches(x))
         elif not doubtful and self.errors is not None:
-            doubtful = self.errors.beside(x.double()).is_doubtful
+            excess = self.errors.beside(x.double())
+            doubtful = excess.is_doubtful or (excess.yardstick or 1.0) < 1.0
         return self.closer if doubtful else self
 
     @cached_property
