@@ -19,7 +19,8 @@ import numdev
 from numdev.argument_checks import checked
 from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import UsageError
-from numdev.kernels import Kernel
+from numdev.kernels import Kernel, find, options_of
+from numdev.kernels.plain_functions import parameters_by_role
 
 DRAWN = {"heads": 1, "seq_len": 4, "head_dim": 4}
 QKV = torch.ones(1, 2, 4, 8)
@@ -173,6 +174,13 @@ WRONG: Sequence[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (kernel, {"name": "x", "nope": 3}, "kernel 'x': expected a field of .*, got 'nope'"),
     (kernel, {"name": "x", "backward": "no"}, ("backward: expected 'autograd', a function or None")),
     (lambda: numdev.kernel("x")(3), {}, "function: expected a function, got 3"),
+    (lambda: numdev.kernel("x")(min), {}, "kernel builtins:min: cannot read the function's param"),
+    (options_of, {"function": min}, "kernel builtins:min: cannot read the function's parameters"),
+    (parameters_by_role, {"function": torch.add}, "add: cannot read the function's parameters"),
+    (find, {"name": "a\0.py:f"}, "no such file"),
+    (find, {"name": f"{'x' * 256}.py:f"}, "xxx.py: no such file"),
+    (find, {"name": f"{'y' * 256}.py"}, "yyy.py: no such file"),
+    (find, {"name": "z" * 254}, "unknown kernel 'zzz"),
     (Kernel, {"name": "x", "function": 3}, "function: expected a function, got 3"),
     (plot, {"metric": 3}, "metric: expected a string, got 3"),
     (plot, {"tensor": None}, "tensor: expected a string, got None"),
@@ -191,7 +199,7 @@ def test_wrong_arguments_are_named(
         function(**arguments)
     assert re.search(words, str(caught.value)), str(caught.value)
     assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 300
+    assert len(str(caught.value)) < 300 + len(str(arguments.get("name", "")))
 
 
 @checked

@@ -111,15 +111,23 @@ SENSELESS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ),
     ("flex", {"tile": 3}, "no option 'tile'"),
     ("baseline", {"tile": 3}, "it has no options"),
+    ("emulated", {"preset": ["fa2"]}, r"unknown preset \['fa2'\]"),
+    ("emulated", {"kv_order": ["ascending"]}, r"kv_order is \['ascending'\]"),
+    ("inductor", {"spelling": "matmull"}, "did you mean 'matmul'"),
 )
 
 
 @pytest.mark.parametrize(("name", "options", "says"), SENSELESS)
 def test_senseless_options(name: str, options: dict[str, Any], says: str) -> None:
     """Options that mean nothing, or would be ignored, are usage errors before anything
-    runs."""
-    with pytest.raises(UsageError, match=says):
-        find(name).with_options(options)
+    runs, whoever calls the kernel."""
+    for call in (
+        find(name).with_options,
+        lambda chosen: find(name).attend(step(), **chosen),
+        lambda chosen: find(name).gradients(step(), **chosen),
+    ):
+        with pytest.raises(UsageError, match=says):
+            call(options)
 
 
 SHAPE = (1, 2, 4, 4)

@@ -28,6 +28,9 @@ TEXTS = {
     "raises.py": "import torch\nraise ValueError('no such thing')\n",
     "lacks.py": "import nowhere_at_all\n",
     "empty.py": "",
+    "a.b.py": "def attend(q, k, v):\n    return v\n",
+    "__main__.py": "def attend(q, k, v):\n    return v\n",
+    "late.py": "def __getattr__(name):\n    raise ImportError(f'no {name} here')\n",
     "cases.yaml": "cases:\n  - {name: tiny, heads: 2, seq_len: 8, head_dim: 8}\n",
     "audit.yaml": "cases:\n  - {name: tiny, heads: 2, seq_len: 8, head_dim: 8}\ncontrol: true\n",
     "typo.yaml": "cases:\n  - {name: tiny, hedas: 2, seq_len: 8, head_dim: 8}\n",
@@ -104,6 +107,10 @@ MISTAKES = [
     ("check mine", 2, "unknown kernel 'mine'; for a function of mine.py give mine.py:FUNCTION"),
     ("check none.py:attend", 2, "none.py: no such file"),
     ("check none.py", 2, "none.py: no such file"),
+    ("check a.b.py:attend", 2, "a.b.py: expected a module's name without a dot, got 'a.b'; rename it"),
+    ("check __main__.py:attend", 2, "__main__.py: the module name '__main__' is taken by"),
+    ("check late.py:attend", 2, "ImportError: no attend here (late.py, line 2)"),
+    ("check torch:add", 2, "kernel torch:add: cannot read the function's parameters; write"),
     ("check empty.py", 2, "expected empty.py:FUNCTION, got no function; it defines none"),
     ("check syntax.py", 2, LINE),
     ("check syntax.py:attend", 2, LINE),
@@ -209,7 +216,7 @@ def test_a_mistake_is_told_in_one_line(
     measured, and never a bug of numdev."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    for name in ("mine", "raises", "lacks", "syntax"):
+    for name in ("mine", "raises", "lacks", "syntax", "late"):
         monkeypatch.setitem(sys.modules, name, None)
         del sys.modules[name]  # another test's now, and this one's afterwards
     got, out, err = ran(capsys, *line.split())

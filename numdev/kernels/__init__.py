@@ -166,25 +166,26 @@ class Kernel:
 
     def attend(self, case: AttentionCase, **options: object) -> Output:
         """Runs the kernel on a case and returns its output, checked against the case's
-        shapes. Options left out have their defaults; they are not checked (`with_options`
-        does that). Raises Refused where the kernel declines the case, MeasurementError
+        shapes. Options left out have their defaults. Raises UsageError for options as
+        `with_options` does, Refused where the kernel declines the case, MeasurementError
         where what the function returned is no output of the case (`as_output`), and
         whatever the function raises."""
+        options = self.with_options(options)
         self.accept(case)
-        return as_output(self.function(case, **{**self.options, **options}), case)
+        return as_output(self.function(case, **options), case)
 
     def gradients(self, case: AttentionCase, **options: object) -> Output:
         """Runs forward and backward once, for the gradient `case.grad_out` of the output.
         Returns the Output with out, dq, dk, dv and, if the kernel has it, lse; out and
-        lse are those of the forward pass. Raises UsageError without a grad_out; Refused
-        where the kernel has no backward pass, or declines the case; MeasurementError
-        where a gradient is missing or has another shape than its input; and whatever the
-        function raises."""
+        lse are those of the forward pass. Raises UsageError without a grad_out, and for
+        options as `with_options` does; Refused where the kernel has no backward pass, or
+        declines the case; MeasurementError where a gradient is missing or has another
+        shape than its input; and whatever the function raises."""
         upstream(case)
         if self.backward is None:
             raise Refused("no backward pass")
+        options = self.with_options(options)
         self.accept(case)
-        options = {**self.options, **options}
         if self.backward == "autograd":
             return differentiate(lambda c: self.function(c, **options), case)
         output = as_output(self.backward(case, **options), case)
@@ -227,8 +228,8 @@ def kernel(
     function of the same module and name, defined anew, replaces the earlier one. Raises
     UsageError for an unknown field, and for a `name` or `options` of another type. The
     decorator raises UsageError for a field of another type, for what is no function, a
-    name that another function has, an option without a default, and a second positional
-    parameter; ValueError where Python cannot tell the function's parameters."""
+    name that another function has, an option without a default, a second positional
+    parameter, and where Python cannot tell the function's parameters."""
 
     names = Kernel.__dataclass_fields__.keys() - {"function", "made_from"}
     if wrong := sorted(fields.keys() - names):
@@ -314,7 +315,7 @@ def find(name: str) -> Kernel:
     if name not in kernels:
         broken = [k.broken for k in kernels.values() if k.broken]
         hint = "; ".join([closest(name, kernels), *broken])
-        if Path(f"{name}.py").is_file():
+        if os.path.isfile(f"{name}.py"):
             hint = f"for a function of {name}.py give {name}.py:FUNCTION"
         raise UsageError(f"unknown kernel {name!r}", hint=hint)
     if kernels[name].broken:
@@ -337,16 +338,17 @@ def import_callable(path: str, role: str) -> Callable[..., object]:
     """Imports and returns the callable `package.module:name` or `FILE.py:name`. `role`:
     what it is for ("kernel", "model"), which messages name. Adds the current folder to
     the end of sys.path, and a file's (`importable_path`). Raises UsageError as
-    `importable_path`, where the import raises an Exception (SystemExit passes), and where
-    nothing callable has this name."""
+    `importable_path`, where the import or the look-up of the name raises an Exception
+    (SystemExit passes), and where nothing callable has this name."""
     module_name, _, attribute = importable_path(path).partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
+        # A module's `__getattr__` may import what it needs only now
+        function: Callable[..., object] | None = getattr(module, attribute, None)
     except Exception as error:  # an import runs foreign code: anything may come out of it
         raise _import_error(error, module_name, f"the {role} {path!r}") from error
-    function: Callable[..., object] | None = getattr(module, attribute, None)
     if not callable(function):
         if hasattr(module, attribute):
             got = f"got {type(function).__name__}"
@@ -379,15 +381,17 @@ def importable_path(path: str) -> str:
     """Returns `FILE.py:name` as `package.module:name`; a path whose part before `:` does
     not end in `.py` as it is. Adds the folder of the file's outermost package, or the
     file's own, to the end of sys.path. Raises UsageError for a file that does not exist,
-    a file without `:name`, and where Python finds another module of that name."""
+    a file without `:name`, a dot in the name of the file or of a package's folder, and
+    where Python has another module of that name."""
     file, _, attribute = path.partition(":")
     if not file.endswith(".py"):
         return path
     if not attribute:
         raise no_function_named(file)
-    source = Path(file).resolve()
-    if not source.is_file():
+    # Path's own raises for a name that is too long or has a zero byte
+    if not os.path.isfile(file):
         raise UsageError(f"{file}: no such file")
+    source = Path(file).resolve()
     folder, parts, first = source.parent, [source.stem], source
     while (folder / "__init__.py").exists():  # a module of a package
         first, parts, folder = (
@@ -395,22 +399,50 @@ def importable_path(path: str) -> str:
             [folder.name, *parts],
             folder.parent,
         )
+    if dotted := [part for part in parts if "." in part]:
+        what = f"{file}: expected a module's name without a dot, got {dotted[0]!r}"
+        raise UsageError(what, hint="rename it")
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
-    spec = importlib.util.find_spec(parts[0])
-    if spec is None or spec.origin is None or Path(spec.origin).resolve() != first:
-        what = f"{file}: the module name {parts[0]!r} is taken by {spec and spec.origin}"
+    origin = _file_of_module(parts[0])
+    if origin is None or Path(origin).resolve() != first:
+        taken = origin or "a module without a file"
+        what = f"{file}: the module name {parts[0]!r} is taken by {taken}"
         raise UsageError(what, hint="rename the file")
     return f"{'.'.join(parts)}:{attribute}"
+
+
+def _file_of_module(name: str) -> str | None:
+    """Returns where Python has or would look for a module of this name, without dots: its
+    file, or a word such as `built-in`. None where it has none, as a program that runs."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except ValueError:  # it is loaded, and has no spec: `__main__`, or made by hand
+        return getattr(sys.modules[name], "__file__", None)
+    return None if spec is None else spec.origin
+
+
+def parameters_of(
+    function: Callable[..., object], name: str | None = None
+) -> Mapping[str, inspect.Parameter]:
+    """Returns a function's parameters by name, in order. Raises UsageError where Python
+    cannot tell them, as of some built-in functions; it calls the function `name`, if that
+    is not None, else as `_full_name` does."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError) as error:
+        shown = _full_name(function) if name is None else name
+        what = f"kernel {shown}: cannot read the function's parameters"
+        hint = "write a function of q, k, v and is_causal that calls it"
+        raise UsageError(what, hint=hint) from error
 
 
 def options_of(function: Callable[..., object]) -> dict[str, object]:
     """Returns the options of a kernel function, its keyword-only parameters, with their
     defaults. Empty where there are none. Raises UsageError for an option without a
-    default, since what is not asked for must still be recorded, and for a second
-    positional parameter, which no request could set; ValueError where Python cannot tell
-    the parameters, as of some built-in functions."""
-    parameters = inspect.signature(function).parameters.values()
+    default, since what is not asked for must still be recorded, for a second positional
+    parameter, which no request could set, and as `parameters_of`."""
+    parameters = parameters_of(function).values()
     by_position = [p.name for p in parameters if p.kind in POSITIONAL]
     if len(by_position) > 1:
         what = (
@@ -460,7 +492,8 @@ def summary_of(function: Callable[..., object]) -> str:
 def _full_name(function: Callable[..., object]) -> str:
     """Returns `module:qualified.name` of a function, the name `?` for a callable without
     one."""
-    return f"{function.__module__}:{getattr(function, '__qualname__', '?')}"
+    module = getattr(function, "__module__", type(function).__module__)
+    return f"{module}:{getattr(function, '__qualname__', '?')}"
 
 
 def _with_type(value: object) -> tuple[object, type]:

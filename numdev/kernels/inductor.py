@@ -104,7 +104,7 @@ def inductor(case: AttentionCase, *, spelling: str) -> Output:
 
     `spelling`: `matmul`, `divided`, `scaled-q`, `float32`, `einsum` or `by-hand`. Returns
     out alone; rows that see no key may be NaN. Every shape is compiled for itself, which
-    takes seconds. Raises KeyError for another spelling, and what the compiler raises."""
+    takes seconds. Raises what the compiler raises."""
     from torch._dynamo import config
 
     mask = explicit_mask(case)

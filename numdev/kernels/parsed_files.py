@@ -43,7 +43,7 @@ def no_function_named(file: str) -> UsageError:
     """Returns the error for a Python file where one of its functions is expected: it
     names them, or says that there is no such file. Raises UsageError as
     `functions_in`."""
-    if not Path(file).is_file():
+    if not os.path.isfile(file):
         return UsageError(f"{file}: no such file")
     functions = functions_in(Path(file))
     words = ", ".join(functions[:MOST_NAMED])

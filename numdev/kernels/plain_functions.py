@@ -26,6 +26,7 @@ from numdev.kernels import (
     like_fa2,
     like_fa2_with_repeated_kv,
     options_of,
+    parameters_of,
     summary_of,
 )
 from numdev.kernels.baseline import repeat_kv
@@ -59,12 +60,7 @@ def adapt(name: str, function: Callable[..., object]) -> Kernel:
 
     Raises UsageError where parameters cannot be read, q, k and v are not the first three,
     or a required one is of unknown meaning."""
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError) as error:
-        what = f"kernel {name!r}: cannot read the function's parameters"
-        hint = "write a function of q, k, v and is_causal that calls it"
-        raise UsageError(what, hint=hint) from error
+    parameters = list(parameters_of(function, name).values())
     named_kernel = partial(
         Kernel, name=name, summary=summary_of(function), made_from=fingerprint(function)
     )
@@ -151,8 +147,8 @@ def _refuse_misfits(
 def parameters_by_role(function: Callable[..., object]) -> dict[str, str]:
     """Returns the names of a plain function's parameters by their meaning, a key of
     NAMES: `{"causal": "is_causal"}`. Meanings without a parameter are left out. Raises
-    ValueError or TypeError where Python cannot tell the parameters."""
-    roles = _roles(inspect.signature(function).parameters)
+    UsageError where Python cannot tell the parameters."""
+    roles = _roles(parameters_of(function))
     return {role: name for role, name in roles.items() if name}
 
 

@@ -277,7 +277,7 @@ def recipe(preset: str = "fa2", **options: Any) -> Recipe:
     tiles follow FlashAttention-1's rule in every preset. Raises UsageError for an unknown
     preset, option, format or choice, naming the closest, and for parts that contradict
     one another."""
-    if preset not in PRESETS:
+    if not isinstance(preset, str) or preset not in PRESETS:
         raise UsageError(f"unknown preset {preset!r}", hint=closest(str(preset), PRESETS))
     return changed(PRESETS[preset], **options)
 
