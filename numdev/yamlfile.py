@@ -11,7 +11,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, cast, get_args
 
 import yaml
 from pydantic import (
@@ -155,17 +155,51 @@ def validated(
         return model.model_validate(raw)
     except ValidationError as error:
         # An unknown key comes first: a misspelt one is also missed under its right name.
-        first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
-        place = first["loc"]
+        errors = error.errors()
+        first = min(errors, key=lambda e: e["type"] != "extra_forbidden")
+        place = _place_of_value(raw, first)
+        alike = [e for e in errors if _place_of_value(raw, e) == place]
         named = ".".join(map(str, place))
         if first["type"] == "extra_forbidden":
             hint = closest(str(place[-1]), _model_at(place, model).model_fields)
             what = f"unknown key {named!r}; {hint}"
         else:
-            what = f"{named}: {problem_of(first)}".removeprefix(": ")
+            what = f"{named}: {_problem_of_union(alike)}".removeprefix(": ")
         if len(place) > 1 and place[0] in origins and isinstance(place[1], int):
             place = (place[0], origins[place[0]][place[1]], *place[2:])
         raise UsageError(f"{where}{_line_clause(node, place)}: {what}") from error
+
+
+def _place_of_value(raw: object, error: Mapping[str, Any]) -> tuple[int | str, ...]:
+    """Returns where the value stands that an error of pydantic is about, as keys and
+    indices. For one member of a union, pydantic's place has the member's name behind it
+    (`margin.bool`), which is no key of the mapping `raw`."""
+    place: tuple[int | str, ...] = error["loc"]
+    if error["type"] == "missing":
+        return place
+    length = 0
+    for number, part in enumerate(place, 1):
+        if isinstance(raw, Mapping):
+            has_part = part in raw
+        else:
+            has_part = isinstance(raw, list) and part in range(len(raw))
+        if has_part:
+            raw, length = cast(Any, raw)[part], number
+    return place[:length] if length else place
+
+
+def _problem_of_union(errors: Sequence[Mapping[str, Any]]) -> str:
+    """Returns what is wrong with a value, by pydantic's errors about it: one, or one for
+    each member of its union. The member of the value's own type counts alone; where there
+    is none, all that was expected is named: `expected a valid integer or a valid
+    string`."""
+    of_type = [e for e in errors if e["loc"][-1:] == (type(e["input"]).__name__,)]
+    words = [problem_of(e) for e in of_type or errors]
+    if len(words) == 1 or not all(text.startswith("expected ") for text in words):
+        return words[0]
+    expected = dict.fromkeys(text.partition(", got ")[0][9:] for text in words)
+    _, comma, got = words[0].partition(", got ")
+    return f"expected {' or '.join(expected)}{comma}{got}"
 
 
 def problem_of(error: Mapping[str, object]) -> str:

@@ -89,6 +89,12 @@ def test_a_sweeps_flags_beat_its_file(tmp_path: Path) -> None:
         (one(inputs=[{"name": "sink", "strength": []}]), (r"inputs\.strength is an empty list")),
         ({"cases": [*one()["cases"], *one(causal=True)["cases"]]}, ("cases: names a twice")),
         (one(name=5, heads=[4, 8]), r"cases\.0\.name: expected a valid string, got 5"),
+        # Of several types the one that the value has, else all of them
+        (one(inputs={"name": "one_hot", "margin": float("inf")}),
+         r"cases\.0\.inputs\.options\.margin: expected a finite number, got inf$"),
+        (one(inputs={"name": "sink", "options": {"strength": {"a": 1}}}),
+         r"cases\.0\.inputs\.options\.strength: expected a valid boolean or a valid integer "
+         r"or a valid number or a valid string, got \{'a': 1\}"),
         (one(softcap=0), r"cases\.0\.softcap: .*greater than 0"),
         ({"cases": [{"name": "a"}]}, r"cases\.0\.heads: expected a value, got none"),
         ({**one(), "kernels": [3]}, r"kernels\.0: "),

@@ -160,17 +160,35 @@ def test_massive_channel(fmt: str) -> None:
     ("ties", {"cout": 2}, ("input regime ties has no parameter 'cout'; did you mean 'count'")),
     ("normal", {"shapes": 1}, ("regime normal has no parameter 'shapes'; did you mean 'values'")),
     ("normal", {"logits": "big"}, "normal does not work with logits='big'"),
-    ("ties", {"count": 0}, "ties does not work with count=0: count must be at least 1"),
-    ("outliers", {"variance": -1.0}, r"outliers does not work with variance=-1\.0"),
-    ("far_below", {"q": 0.0}, "does not work with q=0.0: float division by zero"),
-    ("biased_rounding", {"count": 0}, "does not work"),
-    ("biased_rounding", {"v_sign": 2}, "does not work"),
+    ("ties", {"count": 0}, "ties does not work with count=0: expected count >= 1"),
+    ("ties", {"count": 1.5}, "count=1.5: .*; its parameters must be numbers"),
+    ("border_ties", {"every": 0}, "every=0: expected every >= 1"),
+    ("border_ties", {"every": 10**30}, "border_ties does not work with every=10000"),
+    ("one_signed_gradient", {"count": -1}, "count=-1: expected count >= 0"),
+    ("one_sign", {"least": -0.5}, "least=-0.5: expected least >= 0"),
+    ("outliers", {"variance": -1.0}, r"variance=-1\.0: expected variance >= 0 and rate"),
+    ("outliers", {"rate": 1.5}, r"rate=1\.5: expected .* rate within \[0, 1\]"),
+    ("far_below", {"q": 0.0}, "does not work with q=0.0: expected q other than 0"),
+    ("low_rank", {"rank": 0}, "rank=0: expected rank >= 1"),
+    ("low_rank", {"rank": -1}, "rank=-1: expected rank >= 1"),
+    ("correlated", {"rho": 1.5}, r"rho=1\.5: expected rho within \[0, 1\]"),
+    ("correlated", {"rho": math.nan}, r"rho=nan: expected rho within \[0, 1\]"),
+    ("one_hot", {"margin": 0}, "margin=0: expected margin > 0"),
+    ("two_hot", {"margin": 1e308}, r"margin=1e\+308: cannot convert float infinity"),
+    ("near_overflow", {"peak": 10**400}, "peak=10000.*: .* too large"),
+    ("normal", {"logits": 10**400}, "logits=10000"),
+    ("normal", {"logits": 1e39}, r"logits=1e\+39: expected a q that is finite"),
+    ("near_constant_keys", {"spread": math.nan}, "expected a k that is finite"),
+    ("sink", {"value": math.inf}, "expected a v that is finite"),
+    ("biased_rounding", {"count": 0}, "count=0: expected count >= 1, tail >= 0"),
+    ("biased_rounding", {"v_bits": 1}, "v_bits=1: expected v_bits from 2 to 24"),
+    ("biased_rounding", {"v_sign": 2}, "v_sign=2: expected a sign of 1, 0 or -1"),
 ])  # fmt: skip
 def test_what_cannot_be_drawn_is_said(
     name: str, options: dict[str, Any], says: str
 ) -> None:
-    """An unknown regime or parameter gets the closest; a value that makes no sense is
-    named."""
+    """An unknown regime or parameter gets the closest; a value that makes no sense, or
+    with which what is drawn would not be finite, is named."""
     with pytest.raises(UsageError, match=says):
         draw(name, SHAPES, seed=0, options=options)
 

@@ -128,6 +128,12 @@ class Inputs:
         return iter((self.q, self.k, self.v))
 
 
+def _expect(is_met: bool, condition: str) -> None:
+    """Raises ValueError, which names the condition (`count >= 1`), unless it is met."""
+    if not is_met:
+        raise ValueError(f"expected {condition}")
+
+
 def draw_each(shapes: Shapes, draw: Callable[[str, tuple[int, ...]], Tensor]) -> Inputs:
     """Returns q, k and v, each as `draw` returns it for its name and shape."""
     return Inputs(*(draw(name, getattr(shapes, name)) for name in "qkv"))
@@ -151,7 +157,9 @@ def outliers(
     shapes: Shapes, draws: Draws, *, rate: float = 0.001, variance: float = 100.0
 ) -> Inputs:
     """Draws N(0, 1) plus N(0, `variance`) in a fraction `rate` of the entries, as
-    activations have. Raises ValueError for a `variance` below 0."""
+    activations have. Raises ValueError for a `variance` below 0, and for a `rate`
+    outside of [0, 1]."""
+    _expect(variance >= 0 and 0 <= rate <= 1, "variance >= 0 and rate within [0, 1]")
     deviation = math.sqrt(variance)
 
     def one(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -186,8 +194,7 @@ def ties(
     """Draws inputs whose first `count` keys are equal and score higher than all others by
     about `strength`; V is negative there. With more than kv_len all keys are equal.
     Raises ValueError for a `count` below 1."""
-    if count < 1:
-        raise ValueError("count must be at least 1")
+    _expect(count >= 1, "count >= 1")
     q, k, v = sink(shapes, draws, strength=strength, value=1.0)
     k[:, :, :count] = k[:, :, :1]
     v[:, :, :count] = -(v[:, :, :count].abs() + 1.0)
@@ -200,8 +207,7 @@ def border_ties(
     """Draws inputs in which the keys on both sides of every multiple of `every` are equal
     to key 0, which scores higher than the others by about `strength`. Raises ValueError
     for `every` below 1."""
-    if every < 1:
-        raise ValueError("every must be at least 1")
+    _expect(every >= 1, "every >= 1")
     q, k, v = sink(shapes, draws, strength=strength, value=1.0)
     before = torch.arange(every - 1, shapes.kv_len, every)
     for at in (before, before[before + 1 < shapes.kv_len] + 1):
@@ -213,7 +219,9 @@ def one_signed_gradient(
     shapes: Shapes, draws: Draws, *, count: int = 2, strength: float = 8.0
 ) -> Inputs:
     """Draws q and k as `ties` does with this `count` and `strength` (`count` 0: N(0, 1)
-    without ties), with all of V and of dO negative, -1 - |N(0, 1)|."""
+    without ties), with all of V and of dO negative, -1 - |N(0, 1)|. Raises ValueError for
+    a `count` below 0."""
+    _expect(count >= 0, "count >= 0")
     inputs = (
         ties(shapes, draws, count=count, strength=strength)
         if count
@@ -225,7 +233,9 @@ def one_signed_gradient(
 
 
 def one_sign(shapes: Shapes, draws: Draws, *, least: float = 1.0) -> Inputs:
-    """Draws N(0, 1) but for V, which is `least` + |N(0, 1)|."""
+    """Draws N(0, 1) but for V, which is `least` + |N(0, 1)|. Raises ValueError for a
+    `least` below 0, with which V had both signs."""
+    _expect(least >= 0, "least >= 0")
     q, k, v = standard_normal(shapes, draws)
     return Inputs(q, k, v.abs() + least)
 
@@ -235,7 +245,8 @@ def far_below(
 ) -> Inputs:
     """Draws inputs whose log-sum-exp is about `lse` in every row. Feature 0 of every
     query is `q`; that of every key is one number, which brings all scores down to what
-    `lse` needs. Raises ZeroDivisionError for a `q` of 0."""
+    `lse` needs. Raises ValueError for a `q` of 0."""
+    _expect(q != 0, "q other than 0")
     queries, keys, values = standard_normal(shapes, draws)
     # Scores of N(0, 1) alone have a log-sum-exp of about log(kv_len) + 1/2.
     score = lse - math.log(shapes.kv_len) - 0.5
@@ -265,8 +276,8 @@ def near_constant_keys(shapes: Shapes, draws: Draws, *, spread: float = 0.01) ->
 
 def low_rank(shapes: Shapes, draws: Draws, *, rank: int = 2) -> Inputs:
     """Draws K and V of rank `rank`: sums of that many outer products of N(0, 1), of
-    variance 1; q is N(0, 1). With `rank` 0 all of K and V is NaN. Raises ValueError for
-    one below 0."""
+    variance 1; q is N(0, 1). Raises ValueError for a `rank` below 1."""
+    _expect(rank >= 1, "rank >= 1")
 
     def one(name: str, shape: tuple[int, ...]) -> Tensor:
         """Returns one tensor of the regime."""
@@ -285,6 +296,7 @@ def low_rank(shapes: Shapes, draws: Draws, *, rank: int = 2) -> Inputs:
 def correlated(shapes: Shapes, draws: Draws, *, rho: float = 0.9) -> Inputs:
     """Draws N(0, 1) entries; the tokens of a head are correlated, `rho` between any two.
     Raises ValueError for a `rho` outside of [0, 1]."""
+    _expect(0 <= rho <= 1, "rho within [0, 1]")
 
     def one(name: str, shape: tuple[int, ...]) -> Tensor:
         """Returns one tensor of the regime."""
@@ -330,10 +342,11 @@ def biased_rounding(
     keys), `tail_sign` (V elsewhere) and `grad_sign` (dO): 1 is negative, -1 positive, 0
     random. `v_bits`: significant bits of V. Raises ValueError for a parameter out of
     range. Details: docs/hazards.md#biased_rounding."""
-    if count < 1 or tail < 0 or value <= 0 or not 0 <= share <= 1:
-        raise ValueError(
-            "expected count >= 1, tail >= 0, value > 0 and share within [0, 1]"
-        )
+    _expect(
+        count >= 1 and tail >= 0 and value > 0 and 0 <= share <= 1,
+        "count >= 1, tail >= 0, value > 0 and share within [0, 1]",
+    )
+    _expect(2 <= v_bits <= 24, "v_bits from 2 to 24")  # fp32 has 24
     tied = min(count, shapes.kv_len)
     others = shapes.kv_len - tied
     q = draws.normal("q", shapes.q) * NOISE
@@ -372,7 +385,7 @@ def _signs(name: str, shape: tuple[int, ...], sign: int, draws: Draws) -> Tensor
     `biased_rounding` sign 1 means negative numbers. For 0 each is -1 or 1, at random
     (stream `name`). Raises ValueError for another sign."""
     if sign not in (-1, 0, 1):
-        raise ValueError("a sign is 1, 0 or -1")
+        raise ValueError("expected a sign of 1, 0 or -1")
     if sign:
         return torch.full(shape, -float(sign), dtype=torch.float32, device="cpu")
     return draws.integers(name, shape, 0, 2).float() * 2.0 - 1.0
@@ -425,7 +438,8 @@ def _sign_coded(shapes: Shapes, draws: Draws, copies: int, margin: float) -> Inp
     in as many features as there are, so that two keys' scores differ by a multiple of 2 *
     repeats * (size of the entries) / sqrt(d). The entries are powers of two: exact in
     every format. Where head_dim has too few features, the keys that get no pattern are
-    0."""
+    0. Raises ValueError for a `margin` that is not above 0."""
+    _expect(margin > 0, "margin > 0")
     distinct = -(-shapes.kv_len // copies)
     bits = min(shapes.head_dim, max(1, (distinct - 1).bit_length()))
     repeats = shapes.head_dim // bits
@@ -502,16 +516,19 @@ def draw(
 ) -> Inputs:
     """Returns the inputs of the regime `name`, fp32, on the CPU; `label` gives cases of
     one audit different draws. With `gradients` also grad_out, the regime's, else N(0, 1);
-    it changes no q, k or v. Raises UsageError for an unknown regime or parameter, and for
-    values that the regime cannot draw with; OverflowError for a number beyond the range
-    of a float."""
+    it changes no q, k or v. Raises UsageError for an unknown regime or parameter, for
+    values that the regime cannot draw with, and where fp32 cannot hold what it draws."""
     regime, draws = checked_regime(name, options), Draws(seed, label)
     try:
         inputs = regime(shapes, draws, **options)
-    except (TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
+        for tensor in ("q", "k", "v", "grad_out"):
+            x = getattr(inputs, tensor)
+            _expect(x is None or bool(x.isfinite().all()), f"a {tensor} that is finite")
+    except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
         written = ", ".join(f"{name}={value!r}" for name, value in options.items())
         what = f"input regime {name} does not work with {written}: {error}"
-        raise UsageError(what, hint="its parameters must be numbers") from error
+        hint = "its parameters must be numbers" if isinstance(error, TypeError) else None
+        raise UsageError(what, hint=hint) from error
     grad_out = inputs.grad_out if gradients else None
     if gradients and grad_out is None:
         grad_out = draws.normal("grad_out", shapes.out)
