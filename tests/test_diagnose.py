@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,10 +22,16 @@ from numdev.report import write
 from numdev.report.io import with_digest
 from numdev.studies.diagnose import study
 from numdev.studies.diagnose.bias_chain import Diagnosis
-from numdev.studies.diagnose.checkpoint_series import Stage, find_stages, training_step
+from numdev.studies.diagnose.checkpoint_series import Stage, find_stages
 from numdev.studies.diagnose.training_text import write_training_text
 from numdev.studies.training.config import TrainConfig, resolve
 from numdev.studies.training.study import train
+from numdev.studies.training.weights.run_checkpoints import training_step
+
+FLOATS = (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
+    torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -161,6 +168,8 @@ def key(
         return raised.value.args[0]
 
     monkeypatch.setattr(study, "Journal", SimpleNamespace(open=opened))
+    # The targets are no whole checkpoints
+    monkeypatch.setattr(study, "_checked_readings", lambda *of: [])
     return read
 
 
@@ -377,7 +386,8 @@ def checkpoint(path: Path, *, fill: float = 1.0) -> Path:
     ("name", "in_file", "step"),
     [("flash-seed0-step500", "", 500), ("checkpoint-20", "", 20), ("iter_0007", "", 7),
      ("model", "", None), ("step5-final", "", None), ("x-step5", '{"step": 7}', 7),
-     ("x-step5", '{"step": "7"}', 5), ("x-step5", "{", 5)],
+     ("x-step5", '{"step": "7"}', 5), ("x-step5", "{", 5), ("x-step5", '{"step": true}', 5),
+     ("x-step5", "[" * 100_000, 5)],
 )  # fmt: skip
 def test_the_step_is_told_or_in_the_name(
     tmp_path: Path, name: str, in_file: str, step: Any
@@ -398,6 +408,49 @@ def test_a_checkpoint_that_broke_is_left_out(tmp_path: Path) -> None:
     assert left_out == ("m-step2: a.weight holds 8 NaN or infinite elements; left out.",)
     with pytest.raises(MeasurementError, match=r"m-step2: a.weight holds 8 NaN"):
         find_stages([str(bad)])
+
+
+def test_weights_of_every_dtype_are_tested_for_nan(tmp_path: Path) -> None:
+    """Formats of 8 bits, integers and bools too; what PyTorch does not compute with is
+    told by name."""
+    path = checkpoint(tmp_path / "m-step1")
+    for dtype in (*FLOATS, torch.int8, torch.uint16, torch.bool, torch.complex64):
+        save_file({"a.weight": torch.ones(2).to(dtype)}, path / "model.safetensors")
+        [[stage], left_out] = find_stages([str(path)])
+        assert (stage.step, left_out) == (1, ())
+    for dtype in FLOATS:
+        x = torch.tensor([1.0, math.nan]).to(dtype)
+        save_file({"a.weight": x}, path / "model.safetensors")
+        with pytest.raises(MeasurementError, match=r"a\.weight holds 1 NaN or infinite"):
+            find_stages([str(path)])
+    torch.save({"a.weight": torch.eye(2).to_sparse()}, path / "pytorch_model.bin")
+    (path / "model.safetensors").unlink()
+    with pytest.raises(
+        MeasurementError, match=r"a\.weight: torch\.float32, torch\.sparse"
+    ):
+        find_stages([str(path)])
+
+
+def test_every_target_is_refused_before_one_is_measured(tmp_path: Path) -> None:
+    """A YAML file with other keys than cases, captured tensors without gradients, and a
+    factory for a checkpoint that names its model, each behind a target that is sound."""
+    good = tmp_path / "good.safetensors"
+    captured(good, 6, "grad_out")
+    captured(tmp_path / "lacks.safetensors", 6)
+    (tmp_path / "keys.yaml").write_text(
+        "seed: 3\ncases: [{name: a, heads: 1, seq_len: 4, head_dim: 4}]"
+    )
+    for name, says in (
+        ("keys.yaml", "takes nothing but `cases`, got 'seed'"),
+        ("lacks.safetensors", "stores no grad_out for"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            study.diagnose(asked(good, tmp_path / name), tmp_path / "out")
+    sound, bare = checkpoint(tmp_path / "whole"), tmp_path / "bare.pt"
+    torch.save({"a.weight": torch.ones(2)}, bare)
+    with pytest.raises(UsageError, match="whole: says itself which model it is"):
+        study.diagnose(asked(bare, sound, model="json:loads"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_byte_model_reads_the_text_of_its_training(tmp_path: Path) -> None:
@@ -426,6 +479,22 @@ def test_a_byte_model_reads_the_text_of_its_training(tmp_path: Path) -> None:
         "which are not those of its training"
         in write_training_text(asked(path), stage, ids_file)[1]
     )
+    about = json.loads((path / "training.json").read_text())
+    for data in (None, 3):
+        (path / "training.json").write_text(json.dumps({**about, "data": data}))
+        _, origin = write_training_text(asked(path), stage, ids_file)
+        assert (
+            "text.txt as they are here; training.json does not say which they were"
+            in origin
+        )
+    for asked_for in (None, 3, {"model": None}):
+        (path / "training.json").write_text(json.dumps({"request": asked_for}))
+        file, origin = write_training_text(asked(path), stage, ids_file)
+        assert file is None
+        assert origin.endswith(
+            "training.json does not say what it learned; give --text or --inputs."
+        )
+    (path / "training.json").write_text(json.dumps(about))
     text.unlink()
     file, origin = write_training_text(asked(path), stage, ids_file)
     assert file is None
@@ -445,6 +514,7 @@ def test_what_is_no_series(tmp_path: Path) -> None:
         ([empty], r"holds no checkpoint.*a training keeps them with `checkpoints:`"),
         ([empty / "text.txt"], r"text\.txt"),
         (["demo", "demo"], "is given twice"),
+        ([], "diagnose: expected a target, got none"),
     ):
         with pytest.raises(UsageError, match=says):
             find_stages([str(target) for target in targets])

@@ -5,6 +5,7 @@ tensors."""
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -19,6 +20,7 @@ from scipy.stats import gmean, wasserstein_distance
 
 from numdev import report
 from numdev.errors import UsageError
+from numdev.report.io import with_digest
 from numdev.studies.training.weights.chance_comparison import (
     LIMITS,
     answer_sentences,
@@ -36,12 +38,14 @@ from numdev.studies.training.weights.run_checkpoints import (
     training_seed,
     training_step,
 )
+from numdev.studies.training.weights.study import weights
 from numdev.studies.training.weights.weights_over_steps import (
     QUANTILES,
     layer_by_name,
     weights_over_steps,
 )
 
+REPORTS = Path(__file__).parent / "data" / "reports"
 NAMES = {
     "embed_tokens.weight": (20, 8),
     "layers.0.self_attn.q_proj.weight": (8, 8),
@@ -260,6 +264,29 @@ def test_quantiles_are_those_of_the_stored_values(
         assert (q.null_least, q.null_most) == pytest.approx((min(nulls), max(nulls)))
 
 
+def test_quantiles_of_the_first_seed_that_has_the_tensor(tmp_path: Path) -> None:
+    """Where the tensor was not kept of the first seed, three others have it stand out."""
+    for seed in (0, 1, 2, 3):
+        for run in ("baseline", "flash", "re-rounded 1", "re-rounded 2"):
+            stored_of = tensors(run, seed, 4)
+            if (run, seed) == ("flash", 0):
+                del stored_of[MOVED]
+            path = tmp_path / "run" / "checkpoints" / f"{run}-seed{seed}"
+            path.mkdir(parents=True)
+            save_file(stored_of, path / "model.safetensors")
+            role, times, _ = RUNS[run]
+            about = {
+                "variant": {"name": run, "role": role, "times": times},
+                "seed": seed,
+                "step": 4,
+            }
+            (path / "training.json").write_text(json.dumps(about))
+    result = weights_over_steps([str(tmp_path / "run")], tmp_path / "out", device="cpu")
+    assert {(q.variant, q.seed, q.tensor) for q in result.quantiles} == {
+        ("flash", 1, MOVED)
+    }
+
+
 def test_one_metric_over_another_is_said_of_early_steps(
     measured: WeightsReport, trained: Path
 ) -> None:
@@ -472,6 +499,42 @@ def test_what_is_no_training_is_one_line(run: Run, trained: Path) -> None:
         assert words in err
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"request": None}, {"request": 3}, {"request": {"variants": None}},
+        {"request": {"variants": [3, {"role": "golden"}]}}, {"request": {"variants": [{"name": []}]}},
+    ],
+)  # fmt: skip
+def test_runs_whose_request_does_not_name_them(
+    trained: Path, tmp_path: Path, change: Any
+) -> None:
+    """They are those of the checkpoints; the golden one first."""
+    for checkpoint in (trained / "checkpoints").glob("*-seed0-step1"):
+        copy = tmp_path / "checkpoints" / checkpoint.name
+        copy.mkdir(parents=True)
+        about = json.loads((checkpoint / "training.json").read_text())
+        (copy / "training.json").write_text(json.dumps({**about, **change}))
+    names = [run.name for run in find_runs([str(tmp_path)]).runs]
+    assert (names[0], sorted(names)) == ("baseline", sorted(RUNS))
+    (copy / "training.json").write_text(json.dumps({**about, "seed": math.inf}))
+    with pytest.raises(UsageError, match="does not say of which variant, seed and step"):
+        find_runs([str(tmp_path)])
+
+
+def test_bounds_lead_to_their_runs_checkpoints(trained: Path, tmp_path: Path) -> None:
+    """Whether they were made from the run's directory, or from the report in it."""
+    bounds = json.loads((REPORTS / "bounds.json").read_text())
+    for run in (trained, trained / "report.json"):
+        bounds["request"]["run"] = str(run)
+        bounds.pop("digest", None)
+        text = with_digest(json.dumps(bounds, separators=(",", ":")).encode())
+        (tmp_path / "report.json").write_bytes(text)
+        (trained / "report.json").write_text("{}")
+        assert len(find_runs([str(tmp_path)]).runs) == len(RUNS)
+    (trained / "report.json").unlink()
+
+
 def test_what_was_not_kept_is_named(trained: Path, tmp_path: Path) -> None:
     """A run that lacks a step is compared where it is; a step without the golden run
     nowhere."""
@@ -506,5 +569,10 @@ def test_steps_and_layers_by_name(tmp_path: Path) -> None:
     )
     assert [layer_by_name(name) for name in names] == [3, "none", 0]
     assert not has_runs(["demo", str(tmp_path)])
+    for nulls in ((), ("a",)):
+        with pytest.raises(UsageError, match="weights: expected a run, got none"):
+            find_runs([], nulls)
+    with pytest.raises(UsageError, match="weights: expected a set of weights, got none"):
+        weights([], tmp_path / "out")
     with pytest.raises(UsageError, match="no such file or directory"):
         find_runs([str(tmp_path / "a-*"), "b,c"])

@@ -342,7 +342,7 @@ class CheckpointSource(Source):
                 f"--generate {request.generate}: a generation has no backward pass"
             )
         self.request, self.projections, self.device = request, projections, system.device
-        opened = in_memory or self._open_weights()
+        opened = in_memory or open_model_weights(request)
         self.identified = opened.start_identity()  # while the weights are loaded
         self.streamed: stored.Streamed | None = None
         self.model = self._load_model(opened)
@@ -508,29 +508,30 @@ class CheckpointSource(Source):
             if not asked or not layer or int(layer[1]) in asked:
                 yield name, tensor
 
-    def _open_weights(self) -> stored.Checkpoint | stored.StateDict:
-        """Opens the request's weights without loading them: a Hugging Face directory as a
-        Checkpoint; a file, or a directory of bare weights, as a StateDict with the
-        factory `model`. Raises UsageError for a factory where the directory names its
-        model itself, and for `stream` with a factory; MeasurementError for an unfinished
-        distributed checkpoint; and as `open_state_dict` and `open_checkpoint`."""
-        path, request = _checkpoint_path(self.request), self.request
-        refuse_unfinished(path)
-        is_container = path.is_dir() and container_at(path) is not None
-        is_bare = is_container and not (path / "config.json").is_file()
-        if path.is_file() or is_bare or (request.model and is_container):
-            opened = stored.open_state_dict(path, request.model)
-            if request.stream:
-                raise UsageError(
-                    "--stream excludes --model: a factory builds the whole model"
-                )
-            return opened
-        if request.model:
-            what = (
-                f"{request.checkpoint}: says itself which model it is, so "
-                "--model has no place"
-            )
+
+def open_model_weights(
+    request: AuditRequest,
+) -> stored.Checkpoint | stored.StateDict:
+    """Opens the request's weights without loading them: a Hugging Face directory as a
+    Checkpoint; a file, or a directory of bare weights, as a StateDict with the
+    factory `model`. Raises UsageError for a factory where the directory names its
+    model itself, and for `stream` with a factory; MeasurementError for an unfinished
+    distributed checkpoint; and as `open_state_dict` and `open_checkpoint`."""
+    path = _checkpoint_path(request)
+    refuse_unfinished(path)
+    is_container = path.is_dir() and container_at(path) is not None
+    is_bare = is_container and not (path / "config.json").is_file()
+    if path.is_file() or is_bare or (request.model and is_container):
+        opened = stored.open_state_dict(path, request.model)
+        if request.stream:
             raise UsageError(
-                what, hint="or give the weight file instead of the directory"
+                "--stream excludes --model: a factory builds the whole model"
             )
-        return stored.open_checkpoint(path)
+        return opened
+    if request.model:
+        what = (
+            f"{request.checkpoint}: says itself which model it is, so "
+            "--model has no place"
+        )
+        raise UsageError(what, hint="or give the weight file instead of the directory")
+    return stored.open_checkpoint(path)

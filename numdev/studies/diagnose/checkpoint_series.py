@@ -8,8 +8,6 @@ writes beside its weights, else those in the names of the directories (`...-step
 
 from __future__ import annotations
 
-import json
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,14 +15,15 @@ from pathlib import Path
 
 from numdev.config import demo_checkpoint
 from numdev.errors import MeasurementError, UsageError
+from numdev.metrics.yardstick import widened
 from numdev.sources.captured_calls import holds_cases, open_cases
 from numdev.sources.checkpoint import WHOLE
-from numdev.sources.files import identity
+from numdev.sources.files import identity, naming
 from numdev.sources.pipeline import is_pipeline
 from numdev.sources.prompts import PROMPT
+from numdev.studies.training.weights.run_checkpoints import training_step
 from numdev.studies.training.weights.weight_sets import WeightSet, open_weights
 
-STEP = re.compile(r"(?:step|checkpoint|ckpt|iter)[-_]?(\d{1,9})$", re.IGNORECASE)
 YAML = (".yaml", ".yml")
 # Weights: what a model is built by, and what the demo reads
 BESIDE = ("config.json", PROMPT)
@@ -55,11 +54,14 @@ class Stage:
 def find_stages(targets: Sequence[str]) -> tuple[tuple[Stage, ...], tuple[str, ...]]:
     """Returns the stages that targets name, and a sentence on each checkpoint that was
     left out because it has NaN or infinity. Stages are in the order of their steps if all
-    have one, else as they were named. Reads all weights. `targets`: at least one.
+    have one, else as they were named. Reads all weights.
 
-    Raises UsageError for a target that does not exist or has no checkpoint, for one named
-    twice, and for two checkpoints of one step. Raises MeasurementError where weights are
-    damaged, and where no checkpoint has finite weights."""
+    Raises UsageError without a target, for one that does not exist or has no checkpoint,
+    for one named twice, and for two checkpoints of one step. Raises MeasurementError
+    where weights are damaged or cannot be tested for NaN, and where no checkpoint has
+    finite weights."""
+    if not targets:
+        raise UsageError("diagnose: expected a target, got none", hint=GIVE)
     paths = [path for target in targets for path in _checkpoints_of_target(target)]
     if len(set(paths)) < len(paths):
         raise UsageError(f"{targets[0]}: a checkpoint is given twice")
@@ -102,9 +104,14 @@ def find_stages(targets: Sequence[str]) -> tuple[tuple[Stage, ...], tuple[str, .
 def _nonfinite_tensor_clause(weights: WeightSet) -> str | None:
     """Returns a clause on the first tensor with NaN or infinite elements: `lm_head.weight
     holds 3 NaN or infinite elements`. None where all are finite. Raises MeasurementError
-    where a tensor cannot be read."""
-    for name, tensor in weights.tensors.items():
-        if count := int((~tensor.read().isfinite()).sum()):
+    where a tensor cannot be read, and for one of a dtype or layout that PyTorch does not
+    compute with, as a packed float4 or a quantised one."""
+    for name, stored in weights.tensors.items():
+        x = stored.read()
+        what = f"{x.dtype}, {x.layout} cannot be tested for NaN"
+        with naming(f"{weights.name}: {name}", what, None):
+            count = int((~widened(x).isfinite()).sum())
+        if count:
             return f"{name} holds {count} NaN or infinite elements"
     return None
 
@@ -146,17 +153,3 @@ def _is_checkpoint_folder(path: Path) -> bool:
     return (path / "config.json").is_file() and any(
         (path / name).is_file() for name in names
     )
-
-
-def training_step(path: Path) -> int | None:
-    """Returns the step of training of a checkpoint: `step` of its `training.json`, else
-    the number that ends its name (`-step500`). None where neither has one. Nothing need
-    exist at `path`."""
-    try:
-        step = json.loads((path / "training.json").read_text(encoding="utf-8"))["step"]
-    except (OSError, ValueError, KeyError, TypeError):
-        step = None
-    if isinstance(step, int):
-        return step
-    in_name = STEP.search(path.name)
-    return int(in_name[1]) if in_name else None

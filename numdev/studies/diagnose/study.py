@@ -29,7 +29,12 @@ from numdev.kernels.emulation.recipe import Recipe, recipe
 from numdev.report import Axis, Curve, Figure, Point, Provenance, Role, Tick
 from numdev.sources.capture import Captured
 from numdev.sources.captured_calls import StoredCase
-from numdev.sources.case_sources import Located, Source, open_source
+from numdev.sources.case_sources import (
+    Located,
+    Source,
+    open_model_weights,
+    open_source,
+)
 from numdev.sources.files import identity, sha256, some
 from numdev.sources.projection import Projection
 from numdev.studies.audit.journal import Journal, Row
@@ -82,9 +87,10 @@ def diagnose(
     """Runs `request` and returns the report, which the caller writes. Rows go to a
     journal in `directory`, from which a call with the same request goes on; `overwrite`
     replaces a damaged journal or one of another request. `say` gets notes on each source,
-    `progress` (what, done, total). Raises UsageError for a request that cannot be run, a
-    target that is refused (after earlier ones were measured), and where no call was
-    selected; MeasurementError where weights are damaged or every call was refused."""
+    `progress` (what, done, total). Raises UsageError for a request that cannot be run,
+    for a target that is refused, before any is measured, and where no call was selected;
+    MeasurementError where weights are damaged or every call was refused. A model is built
+    when its turn comes: its own errors come after earlier targets were measured."""
     system = System.probe(request.device)
     # Names the closest of an unknown option.
     emulated = recipe(**find("emulated").with_options(request.attention))
@@ -96,11 +102,12 @@ def diagnose(
         folder = stack.enter_context(temporary_files.temporary_folder())
         texts, text_notes = _write_training_texts(request, stages, folder)
         notes += text_notes
+        readings = _checked_readings(request, stages, texts, system)
         origin = origin_hashes(request, stages, texts)
         head = header(request.model_dump(mode="json"), system, kernels, origin)
         journal = stack.enter_context(Journal.open(directory, head, overwrite=overwrite))
         stack.enter_context(watch("capture"))
-        for number, stage in enumerate(stages):
+        for number, (stage, reading) in enumerate(zip(stages, readings, strict=True)):
             in_full = stage is stages[-1] or request.every_checkpoint
             steps = _Steps(
                 request=request,
@@ -109,9 +116,7 @@ def diagnose(
                 cures=CURES if in_full and request.cures else {},
                 watch=watch,
             )
-            reading = _reading_request(request, stage, texts[stage.name])
             source = open_source(reading, system, projections=True)
-            _check_gradients(source, stage)
             for note in source.notes:
                 say(note)
             calls = source.count()
@@ -339,6 +344,25 @@ def _projection_or_reason(located: Located) -> tuple[Projection | None, str]:
         return located.projection(), ""
     except MeasurementError as error:
         return None, error.message.partition(": ")[2] or error.message
+
+
+def _checked_readings(
+    request: DiagnoseRequest,
+    stages: Sequence[Stage],
+    texts: Mapping[str, Path | None],
+    system: System,
+) -> list[AuditRequest]:
+    """Returns the request by which each stage is opened. `texts`: by the name of every
+    stage the file of ids from its training's text, or None. Raises UsageError for the
+    first stage whose request makes no sense for its target, and for captured tensors
+    without gradients. No model is built."""
+    readings = [_reading_request(request, x, texts[x.name]) for x in stages]
+    for stage, reading in zip(stages, readings, strict=True):
+        if stage.sha256 is None:  # drawn or captured: opening these costs little
+            _check_gradients(open_source(reading, system), stage)
+        else:
+            open_model_weights(reading)
+    return readings
 
 
 def _check_gradients(source: Source, stage: Stage) -> None:

@@ -7,10 +7,7 @@ had."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -21,6 +18,7 @@ from numdev.errors import UsageError
 from numdev.studies.diagnose.checkpoint_series import Stage
 from numdev.studies.training.config import DataConfig, ModelConfig
 from numdev.studies.training.token_batches import load_tokens
+from numdev.studies.training.weights.run_checkpoints import read_training_json
 
 NEVER_SEEN = 0  # a step of which training had no batch: they are counted from 1
 READS = "{name} reads {count} × {length} bytes of what it was trained on, {what}."
@@ -36,8 +34,8 @@ def write_training_text(
     request says what to read, where the checkpoint is not from `numdev train`, and where
     training read no bytes. Where the text is gone, or training.json does not say which it
     was, nothing is written either; the sentence beside None says why."""
-    record = _training_record(Path(stage.target))
-    if request.text or request.inputs or not record:
+    record = read_training_json(Path(stage.target))
+    if request.text or request.inputs or "request" not in record:
         return None, None
     try:
         model = ModelConfig.model_validate(record["request"]["model"])
@@ -55,17 +53,10 @@ def write_training_text(
     ids = batch["inputs"][:, : request.length].contiguous()
     save_file({"input_ids": ids}, path)
     what = tokens.about["prompt"]
-    if tokens.about["data_sha256"] != record.get("data", {}).get("data_sha256"):
+    trained_on = record.get("data")
+    if not isinstance(trained_on, dict):
+        what += " as they are here; training.json does not say which they were"
+    elif tokens.about["data_sha256"] != trained_on.get("data_sha256"):
         what += " as they are here, which are not those of its training"
     count, length = ids.shape
     return path, READS.format(name=stage.name, count=count, length=length, what=what)
-
-
-def _training_record(checkpoint: Path) -> Mapping[str, Any]:
-    """Returns the object in a checkpoint folder's `training.json`, which `numdev train`
-    writes; empty where it is missing, unreadable, or has no request."""
-    try:
-        record = json.loads((checkpoint / "training.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return record if isinstance(record, dict) and "request" in record else {}

@@ -13,6 +13,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def training_step(path: Path) -> int | None:
     the number that ends its name (`-step500`, `checkpoint-500`). None where neither has
     one. Nothing need exist at `path`."""
     step = read_training_json(path).get("step")
-    if isinstance(step, int):
+    if type(step) is int:  # True is none
         return step
     in_name = STEP.search(path.stem if path.suffix in SUFFIXES else path.name)
     return int(in_name[1]) if in_name else None
@@ -59,7 +60,7 @@ def training_seed(path: Path) -> int:
     """Returns the seed of a checkpoint: `seed` of its `training.json`, else that in its
     name (`seed1`); 0 where neither has one. Nothing need exist at `path`."""
     seed = read_training_json(path).get("seed")
-    if isinstance(seed, int):
+    if type(seed) is int:
         return seed
     in_name = SEED.search(path.name)
     return int(in_name[1]) if in_name else 0
@@ -70,7 +71,7 @@ def read_training_json(checkpoint: Path) -> Mapping[str, Any]:
     writes; empty where it is missing, unreadable or no object."""
     try:
         described = json.loads((checkpoint / "training.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return described if isinstance(described, dict) else {}
 
@@ -86,7 +87,9 @@ def find_runs(targets: Sequence[str], nulls: Sequence[str] = ()) -> RunCheckpoin
     checkpoints. `nulls`: lists of runs that differ from the first by rounding alone; they
     count as lists. Raises UsageError where a target is no run, for a single list, a list
     that is named twice, a checkpoint without a step or two of one seed and step, and
-    where no step has weights of the first run and of another. `targets`: at least one."""
+    where no step has weights of the first run and of another, and without a target."""
+    if not targets:
+        raise UsageError("weights: expected a run, got none")
     if len(targets) == 1 and not nulls:
         return _runs_of_training(Path(targets[0]))
     for target in (*targets, *nulls):
@@ -117,7 +120,7 @@ def _runs_of_training(path: Path) -> RunCheckpoints:
             variant, seed, step = about["variant"], int(about["seed"]), int(about["step"])
             times = variant["times"] if variant["role"] == "null_rounding" else None
             record = RunRecord(name=variant["name"], role=variant["role"], times=times)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             what = "training.json does not say of which variant, seed and step it is"
             hint = "give the checkpoints of each run as a list"
             raise UsageError(f"{checkpoint}: {what}", hint=hint) from error
@@ -143,7 +146,8 @@ def _training_folder(path: Path) -> Path:
     if not (directory / FOLDER).is_dir() and (directory / "report.json").is_file():
         report = reports.read(directory)
         if isinstance(report, BoundsReport):
-            return Path(report.request["run"])
+            run = Path(report.request["run"])  # a directory, or the report in it
+            return run.parent if run.is_file() else run
     return directory
 
 
@@ -151,12 +155,14 @@ def _variant_order(
     places: Mapping[Place, Mapping[str, str]], variants: Mapping[str, RunRecord]
 ) -> Iterator[str]:
     """Yields the names of variants that have checkpoints, in the order in which the
-    request of the first checkpoint's `training.json` has them, then any others. `places`:
-    at least one."""
+    request of the first checkpoint's `training.json` has them, then any others; only
+    those where it has no names. `places`: at least one."""
     checkpoint = next(iter(next(iter(places.values())).values()))
-    planned = read_training_json(Path(checkpoint)).get("request", {}).get("variants", ())
-    in_file = [v["name"] for v in planned if v["name"] in variants]
-    yield from dict.fromkeys((*in_file, *variants))
+    names, ordered = list(variants), list[str]()
+    with suppress(KeyError, TypeError):  # the file may say anything
+        planned = read_training_json(Path(checkpoint))["request"]["variants"]
+        ordered = [v["name"] for v in planned if v["name"] in names]
+    yield from dict.fromkeys((*ordered, *variants))
 
 
 # --- lists of a user ------------------------------------------------------------------

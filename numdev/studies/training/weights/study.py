@@ -97,11 +97,13 @@ def weights(
 ) -> records.WeightsReport:
     """Compares every set of weights with the first and returns the report, which the
     caller writes to `directory`, made here. Raises UsageError, before tensors are read,
-    where a set does not exist, where one other than the first is named twice, and where
-    the directory has the report of another command, or (unless `overwrite`) of another
-    request. Raises MeasurementError where no tensor could be compared, as with one set,
-    and where the directory's old report cannot be read. Tensors that cannot be compared
-    are remarks in the report. `targets`: at least one."""
+    where there is no set or one does not exist, where one other than the first is named
+    twice, and where the directory has the report of another command, or (unless
+    `overwrite`) of another request. Raises MeasurementError where no tensor could be
+    compared, as with one set, and where the directory's old report cannot be read.
+    Tensors that cannot be compared are remarks in the report."""
+    if not targets:
+        raise UsageError("weights: expected a set of weights, got none")
     for target in targets[1:]:  # rows are identified by the name of their set
         if targets[1:].count(target) > 1:
             raise UsageError(f"{target}: is given twice", hint="name every set once")

@@ -77,8 +77,8 @@ def weights_over_steps(
     progress: Progress = lambda what, done, total: None,
 ) -> records.WeightsReport:
     """Compares runs with the first at every step that has weights and returns the report,
-    which the caller writes to `directory`, made here. `targets`, at least one, and
-    `nulls`: as in `find_runs`. Raises UsageError, before anything is read, where there is
+    which the caller writes to `directory`, made here. `targets` and `nulls`: as in
+    `find_runs`. Raises UsageError, before anything is read, where there is
     nothing to compare, and where the directory has the report of another command, or
     (unless `overwrite`) of another request. Raises MeasurementError where no tensor could
     be compared. Tensors that cannot be compared are remarks in the report."""
@@ -201,8 +201,8 @@ def _quantile_rows(
 ) -> Iterator[records.QuantileRow]:
     """Yields QUANTILES of one tensor, less the first run's, in each of at most
     MAX_SHIFTED layers and kinds: those that are farthest beyond chance, at the step where
-    they are so. The tensor is that with the largest W1, in the first seed that has the
-    run at that step. One that cannot be read again is left out. Reads the weights
+    they are so. The tensor is that with the largest W1, in the first seed whose run has
+    one there at that step. One that cannot be read again is left out. Reads the weights
     again."""
     out = [s for s in single_places(judged) if s.stands_out]
     out.sort(key=lambda s: -(s.margin or 0.0))
@@ -211,10 +211,13 @@ def _quantile_rows(
     chance = {run.name for run in runs.runs if is_chance(run)}
     first = runs.runs[0].name
     for s in farthest:
-        seeds = (seed for seed, step in runs.places if step == s.step)
-        seed = next(seed for seed in seeds if s.variant in runs.places[seed, s.step])
+        seed, name = next(
+            (seed, name)
+            for seed, step in runs.places
+            if step == s.step
+            and (name := tensors.get((s.variant, seed, step, s.layer, s.kind)))
+        )
         paths = runs.places[seed, s.step]
-        name = tensors[s.variant, seed, s.step, s.layer, s.kind]
         shown = {first, s.variant, *chance}
         levels = {}
         for run, path in paths.items():
