@@ -42,6 +42,15 @@ class Refused(NumdevError):
     `failed`."""
 
 
+def cannot_write(path: Path, error: OSError) -> NumdevError:
+    """Returns, without raising it, the error for a file that cannot be written: a
+    UsageError where the path is wrong (no such folder, a folder, no permission), else a
+    MeasurementError, as for a full disk. `error`: what the system said."""
+    wrong = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+    kind = UsageError if isinstance(error, wrong) else MeasurementError
+    return kind(f"{path}: cannot be written ({error.strerror or one_line(error)})")
+
+
 def one_line(error: BaseException) -> str:
     """Returns an exception as `ValueError: first line of its message`, without a full
     stop at the end; an empty message counts as its `repr`. Where `str(error)` raises, the

@@ -26,8 +26,8 @@ SUFFIX = ".unfinished"
 def unfinished_file(path: Path) -> Iterator[Path]:
     """Yields the path of a new, empty file in the folder of `path`. At the end it takes
     the name `path` (mode 644), in place of an older file. After an exception it is
-    removed, and an older file stays. Raises OSError where the folder does not exist or
-    cannot be written to."""
+    removed, and an older file stays. Raises OSError, which names `path`, where the folder
+    does not exist or cannot be written to, and where `path` is a folder."""
     remove_stale(path.parent)
 
     def create() -> str:
@@ -36,14 +36,19 @@ def unfinished_file(path: Path) -> Iterator[Path]:
         os.close(handle)
         return name
 
-    with _locked_path(create) as partial:
-        try:
-            yield partial
-            partial.chmod(0o644)
-            partial.replace(path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
+    try:
+        with _locked_path(create) as partial:
+            try:
+                yield partial
+                partial.chmod(0o644)
+                partial.replace(path)
+            except BaseException:
+                partial.unlink(missing_ok=True)
+                raise
+    except OSError as error:  # it names the temporary file, which nobody asked for
+        if error.errno is None:
             raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from numdev.config import AuditRequest, demo_checkpoint
 from numdev.errors import MeasurementError, NumdevError, UsageError
 from numdev.sources import containers, files
 from numdev.sources.capture import NAME
+from numdev.sources.captured_calls import holds_cases
 from numdev.sources.checkpoint import (
     Checkpoint,
     load_tokenizer,
@@ -42,7 +43,9 @@ from numdev.sources.checkpoint import (
 )
 from numdev.sources.containers import StoredTensor, read_tensors
 from numdev.sources.distributed import read_metadata
+from numdev.sources.files import read_json, unpickled
 from numdev.sources.prompts import model_inputs, read_text
+from numdev.studies.logprobs.file_content import read_records
 from numdev.studies.training.weights.weight_sets import open_weights
 
 WAYS = ["whole", "shards", "pickle", "old pickle"]
@@ -360,6 +363,30 @@ def test_a_file_that_is_not_read_is_named(tmp_path: Path) -> None:
     assert caught.value.message.endswith(
         "w.pt: weights alone need --model package.module:factory"
     )
+
+
+def test_a_small_file_that_cannot_be_opened_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its reader, in its words: whether it is a pointer of git-lfs cannot be told."""
+
+    def refused(path: Path, *args: Any, **options: Any) -> Any:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    for name in ("a.json", "a.txt", "a.jsonl", "a.safetensors", "a.pt"):
+        (tmp_path / name).write_text("{}")
+    monkeypatch.setattr(Path, "open", refused)
+    for reading, error, words in (
+        (lambda: read_json(tmp_path / "a.json"), MeasurementError, "a.json: is not valid JSON: Permis"),
+        (lambda: read_text(tmp_path / "a.txt"), UsageError, "a.txt: cannot be read (Permission denied)"),
+        (lambda: list(read_records(tmp_path / "a.jsonl")), MeasurementError, "a.jsonl: cannot be read: Perm"),
+        (lambda: list(read_records(tmp_path / "b.jsonl")), MeasurementError, "b.jsonl: cannot be read: No s"),
+        (lambda: holds_cases(tmp_path / "a.safetensors"), MeasurementError, "is not a whole safetensors"),
+        (lambda: unpickled(tmp_path / "a.pt"), MeasurementError, "a.pt: is damaged or holds"),
+    ):  # fmt: skip
+        with pytest.raises(error) as caught:
+            reading()
+        assert words in caught.value.message
 
 
 def test_a_pointer_of_git_lfs_is_recognised_everywhere(

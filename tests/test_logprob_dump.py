@@ -4,6 +4,7 @@ programs have; the examples do so by the field names of three of them."""
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import sys
 from collections.abc import Callable
@@ -95,6 +96,62 @@ def test_both_sides_of_one_call(tmp_path: Path) -> None:
             UsageError,
             "expected a file .jsonl, got .pt",
         ),
+        (
+            {"logprobs": [-1], "token_ids": 3},
+            UsageError,
+            "token_ids: expected a list of tokens, got 3",
+        ),
+        (
+            {"logprobs": [-1], "token_ids": torch.tensor(3)},
+            UsageError,
+            "token_ids: expected a list",
+        ),
+        (
+            {"logprobs": 0.5},
+            UsageError,
+            "logprobs: expected at most 2 values, one a token, got float",
+        ),
+        (
+            {"logprobs": torch.ones(2, device="meta")},
+            UsageError,
+            "logprobs: expected values, got Tensor",
+        ),
+        (
+            {"logprobs": [-1], "mask": [[0, 1]]},
+            UsageError,
+            "mask: expected 0 or 1 .*, got a list of 2",
+        ),
+        (
+            {"logprobs": [-1], "mask": [0, None]},
+            UsageError,
+            "mask: expected 0 or 1 .*, got null",
+        ),
+        (
+            {"logprobs": [-1], "mask": [0, "1"]},
+            UsageError,
+            "mask: expected 0 or 1 .*, got '1'",
+        ),
+        (
+            {"logprobs": [-1], "rollout_settings": {"top_k": {3}}},
+            UsageError,
+            "rollout_settings: expected values that JSON can hold, got TypeError: Object of type set",
+        ),
+        (
+            {"logprobs": [-1], "trainer_settings": {(1, 2): 3}},
+            UsageError,
+            "trainer_settings: expected",
+        ),
+        (
+            {"logprobs": [-1], "uid": object()},
+            UsageError,
+            "uid: expected values that JSON can hold",
+        ),
+        (
+            {"logprobs": [-1], "path": "none/a.jsonl"},
+            UsageError,
+            r"none/a\.jsonl: cannot be written \(No such file or directory\)$",
+        ),
+        ({"logprobs": [-1], "path": "none/a.jsonl.gz"}, UsageError, "cannot be written"),
     ],
 )
 def test_what_could_not_be_read_back_is_not_written(
@@ -106,6 +163,29 @@ def test_what_could_not_be_read_back_is_not_written(
         numdev.dump_logprobs(path, arguments.pop("token_ids", [1, 2]), **arguments)
     assert "\n" not in str(caught.value)
     assert not path.exists()
+
+
+def test_what_cannot_be_written_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder of that name stays; without Zstandard there is no file, and so no empty
+    one. Tensors in settings are numbers."""
+    (tmp_path / "a.jsonl").mkdir()
+    with pytest.raises(
+        UsageError, match=r"a\.jsonl: cannot be written \(Is a directory\)"
+    ):
+        numdev.dump_logprobs(tmp_path / "a.jsonl", [1, 2], logprobs=[-1])
+    for module in ("compression", "backports"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UsageError, match=r"needs the package backports\.zstd"):
+        numdev.dump_logprobs(tmp_path / "b.jsonl.zst", [1, 2], logprobs=[-1])
+    settings = {"top_p": torch.tensor(0.5), "top_k": np.int64(3)}
+    numdev.dump_logprobs(
+        tmp_path / "c.jsonl", [1, 2], rollout_logprobs=[-1], rollout_settings=settings
+    )
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["a.jsonl", "c.jsonl"]
+    written = json.loads((tmp_path / "c.jsonl").read_text())
+    assert written["rollout_settings"] == {"top_p": 0.5, "top_k": 3}
 
 
 def example(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:

@@ -369,6 +369,31 @@ def test_what_does_not_fit_together_is_refused(
         numdev.varlen_cases(**{**passed(), **changes})
 
 
+def test_what_cannot_be_saved_or_holds_no_call(tmp_path: Path) -> None:
+    """The path that was asked for is named, and nothing is left beside it."""
+    cases = numdev.varlen_cases(**paged())
+    (tmp_path / "folder.safetensors").mkdir()
+    for name, says in (
+        ("none/dump.safetensors", "No such file or directory"),
+        ("folder.safetensors", "Is a directory"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            numdev.save_cases(tmp_path / name, cases)
+        assert str(caught.value) == f"{tmp_path / name}: cannot be written ({says})"
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.safetensors"]
+    for files in ("[]", "5", '{"a": 1}', "null"):
+        (tmp_path / "folder.safetensors" / "cases.json").write_text(
+            f'{{"files": {files}}}'
+        )
+        with pytest.raises(MeasurementError, match="its file '' is missing"):
+            open_cases(tmp_path / "folder.safetensors")
+    (tmp_path / "folder.safetensors" / "cases.json").unlink()
+    with pytest.raises(
+        UsageError, match=r"expected captured tensors, got no \.safetensors file"
+    ):
+        open_cases(tmp_path / "folder.safetensors")
+
+
 def test_a_dump_is_audited_by_phase(tmp_path: Path, capsys: Any) -> None:
     """Two layers' calls in one file: the same tensors come back, rows know the phase, and
     the report sets prefill beside decode."""

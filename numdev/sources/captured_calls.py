@@ -31,7 +31,7 @@ import numdev
 from numdev import temporary_files
 from numdev.argument_checks import checked
 from numdev.cases import AttentionCase, CaseRef, Phase, Window, mask_kind
-from numdev.errors import MeasurementError, NumdevError, UsageError
+from numdev.errors import MeasurementError, NumdevError, UsageError, cannot_write
 from numdev.sources import files as storage
 from numdev.sources.files import FETCH
 from numdev.sources.upstream_gradients import drawn_origin, with_drawn_gradient
@@ -268,8 +268,8 @@ class CaseFile:
 def holds_cases(path: Path) -> bool:
     """Whether a path is a captured-tensor file, by the key `numdev` in its header; or a
     directory with `cases.json` or such a file, but without config.json. False for a path
-    that does not exist. Raises MeasurementError for a damaged safetensors file, OSError
-    for one that cannot be read."""
+    that does not exist. Raises MeasurementError for a safetensors file that is damaged or
+    cannot be read."""
     if path.is_dir():
         if (path / "config.json").exists():
             return False
@@ -307,20 +307,22 @@ def open_cases(
     checks every call; keeps no tensor. Calls are later loaded onto `device`. `upstream`:
     the seed of a drawn grad_out for calls without a stored one; None: they get none.
     Raises UsageError, which names file and call, for what is not as docs/inputs.md has
-    it, and for two calls of one name; MeasurementError for a damaged or missing file."""
+    it, for two calls of one name, and for a directory without a file of calls;
+    MeasurementError for a damaged or missing file."""
     files: tuple[Path, ...] = (path,)
     if path.is_dir() and not (path / INDEX).is_file():
         files = tuple(sorted(path.glob("*.safetensors")))
     elif path.is_dir():
-        names = [
-            str(name) for name in storage.read_json(path / INDEX).get("files") or [""]
-        ]
-        for name in names:
+        listed = storage.read_json(path / INDEX).get("files")
+        names = [str(x) for x in listed] if isinstance(listed, list) else []
+        for name in names or [""]:
             if Path(name).name != name or not (path / name).is_file():
                 raise MeasurementError(
                     f"{path}: its file {name!r} is missing", hint=FETCH
                 )
         files = tuple(path / name for name in names)
+    if not files:
+        raise UsageError(f"{path}: expected captured tensors, got no .safetensors file")
     opened = [_open_file(file, device=device, upstream=upstream) for file in files]
     cases = tuple(case for _, stored in opened for case in stored)
     name, count = Counter(case.ref.case for case in cases).most_common(1)[0]
@@ -432,14 +434,18 @@ def write_cases(
 def save_cases(path: str | Path, cases: Sequence[AttentionCase]) -> None:
     """Writes cases to one captured-tensor file, a TARGET of `numdev audit`: unrounded,
     whole or not at all. A file there is replaced. Raises UsageError for a name that does
-    not end in `.safetensors`, for no case, and for two of one name; MeasurementError or
-    OSError where it cannot be written, as in a folder that does not exist."""
+    not end in `.safetensors`, for a folder that does not exist or cannot be written to,
+    for no case, and for two of one name; MeasurementError where it cannot be written, as
+    on a full disk."""
     path, names = Path(path), {case.ref.case for case in cases}
     if path.suffix != ".safetensors":
         raise UsageError(f"{path}: expected a name that ends in .safetensors")
     if not cases or len(names) < len(cases):
         raise UsageError(f"{path}: {len(cases)} cases have {len(names)} names")
-    write_cases(path, cases)
+    try:
+        write_cases(path, cases)
+    except OSError as error:
+        raise cannot_write(path, error) from error
 
 
 Add = Callable[[AttentionCase, Mapping[str, object]], None]

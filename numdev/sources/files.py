@@ -48,9 +48,8 @@ def read_json(
     path: Path, made_of: Callable[[dict[str, object]], object] | None = None
 ) -> dict[str, Any]:
     """Returns the JSON object in a file. `made_of` replaces each object in it, the
-    innermost first. Raises MeasurementError for a missing file, invalid JSON, another
-    value than an object, and a pointer of git-lfs; OSError for a file of at most 1024
-    bytes that cannot be opened."""
+    innermost first. Raises MeasurementError for a file that is missing or cannot be read,
+    invalid JSON, another value than an object, and a pointer of git-lfs."""
     refuse_pointer(path)
     with naming(path, "is not valid JSON"):
         content = json.loads(path.read_text(encoding="utf-8"), object_hook=made_of)
@@ -61,9 +60,8 @@ def read_json(
 
 def open_safetensors(path: Path) -> Any:
     """Opens a safetensors file, to be used as a context, with its tensors on the CPU.
-    Raises MeasurementError where it is missing, or its header is damaged or does not
-    match the file's length; OSError for a file of at most 1024 bytes that cannot be
-    opened."""
+    Raises MeasurementError where it is missing or cannot be read, or its header is
+    damaged or does not match the file's length."""
     refuse_pointer(path)
     with naming(path, "is not a whole safetensors file"):
         return safe_open(path, framework="pt")

@@ -270,8 +270,7 @@ def drawn_tokens(vocab_size: int, *, length: int, sequences: int, seed: int) -> 
 
 def read_text(file: Path) -> str:
     """Returns the content of a UTF-8 text file. Raises UsageError for a file that cannot
-    be read or is not UTF-8, MeasurementError for a pointer of git-lfs, and OSError for a
-    file of at most 1024 bytes that cannot be opened."""
+    be read or is not UTF-8, MeasurementError for a pointer of git-lfs."""
     refuse_pointer(file)
     try:
         return file.read_text(encoding="utf-8")

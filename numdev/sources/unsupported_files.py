@@ -4,6 +4,7 @@ what to give in its place."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from numdev.errors import MeasurementError, UsageError
@@ -84,14 +85,16 @@ def refuse_config(path: Path, config: Mapping[str, object]) -> None:
 
 def refuse_pointer(path: Path) -> None:
     """Raises MeasurementError for the small text file that git-lfs leaves where the file
-    itself was not fetched. Returns for any other file, and where there is no file. Raises
-    OSError for a file of at most 1024 bytes that cannot be opened."""
-    if not path.is_file() or path.stat().st_size > LONGEST_POINTER:
-        return
-    with path.open("rb") as file:
-        if file.read(len(POINTER)) == POINTER:
-            what = f"{path}: is a pointer of git-lfs, not the file it stands for"
-            raise MeasurementError(what, hint="fetch it with `git lfs pull`")
+    itself was not fetched. Returns for any other file, where there is no file, and where
+    it cannot be opened: whoever reads it says so."""
+    start = b""
+    with suppress(OSError):
+        if path.is_file() and path.stat().st_size <= LONGEST_POINTER:
+            with path.open("rb") as file:
+                start = file.read(len(POINTER))
+    if start == POINTER:
+        what = f"{path}: is a pointer of git-lfs, not the file it stands for"
+        raise MeasurementError(what, hint="fetch it with `git lfs pull`")
 
 
 def file_format(path: Path) -> str:

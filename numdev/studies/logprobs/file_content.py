@@ -32,12 +32,13 @@ def read_records(path: Path) -> Iterator[FileRecord]:
     the file is JSON lines or parquet.
 
     Raises UsageError for another suffix, and where a package that reads the file is
-    missing. Raises MeasurementError, with the file and the line or record, for a damaged
-    file and for one whose content is out of proportion to its size. Raises OSError where
-    the file does not exist."""
+    missing. Raises MeasurementError, with the file and the line or record, for a file
+    that is missing, cannot be read or is damaged, and for one whose content is out of
+    proportion to its size."""
     kind = suffix_of(path)
     refuse_pointer(path)
-    budget = ReadBudget.of(path)
+    with _reading(path):
+        budget = ReadBudget.of(path)
     if kind == ".parquet":
         yield from _parquet_rows(path, budget)
     elif kind == ".safetensors":
