@@ -3,16 +3,33 @@ cannot fill the memory."""
 
 from __future__ import annotations
 
+import itertools
+import math
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hostile_logprobs import LEAST, hostile_files, packed_files, write_good
+from logprob_files import (
+    Sample,
+    samples,
+    write_chat,
+    write_completions,
+    write_lines,
+    write_prime_rl,
+    write_prompt_logprobs,
+    write_slime_rollout,
+)
 
 from numdev.errors import MeasurementError, NumdevError, UsageError
-from numdev.studies.logprobs.readers import read_sides
+from numdev.studies.logprobs.file_content import read_records
+from numdev.studies.logprobs.file_records import FileRecord, ReadBudget
+from numdev.studies.logprobs.readers import LAYOUTS, read_sides
 
 ROOT = Path(__file__).parent.parent
 LONGEST = 300  # characters of a message, beside the folder
@@ -107,6 +124,104 @@ def test_changed_files_are_read_or_refused(tmp_path: Path) -> None:
     assert len(messages) > 100
     assert whole > 10
     assert [x for x in messages if len(x.splitlines()) != 1] == []
+
+
+SENTENCE = re.compile(r"a\.jsonl line 1.*: expected .*, got .*")
+WRONG = (None, True, {}, [], [[1]], "x", 10**30, -1, math.nan)
+Place = tuple[str | int, ...]
+SUFFIX = {write_slime_rollout: ".pt"}
+
+
+def write_rectangle(path: Path, some: list[Sample]) -> Path:
+    """Rows of one length, in one record of numdev's."""
+    rows = {"token_ids": [[1, 2], [3, 4]], "logprobs": [[-1, -2], [-3, -4]]}
+    return write_lines(path, [rows])
+
+
+def places(value: Any, above: Place = ()) -> Iterator[Place]:
+    """Where values stand in lists and objects, of a list the first two."""
+    if above:
+        yield above
+    inner = (
+        value if isinstance(value, dict) else range(2) if isinstance(value, list) else ()
+    )
+    for part in inner:
+        if isinstance(value, dict) or part < len(value):
+            yield from places(value[part], (*above, part))
+
+
+def with_value(value: Any, place: Place, new: Any) -> Any:
+    """A copy with another value at a place."""
+    if not place:
+        return new
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    inner = value.get(place[0]) if isinstance(value, dict) else value[int(place[0])]
+    copy[place[0]] = with_value(inner, place[1:], new)
+    return copy
+
+
+def sequences(record: FileRecord, fields: dict[str, object]) -> list[Any]:
+    """What a record with these fields has, by the layout that it is then of."""
+    changed = FileRecord(
+        fields, "a.jsonl line 1", ReadBudget(record.budget.path, 1 << 25)
+    )
+    layout = next((layout for layout in LAYOUTS if layout.fits(changed)), None)
+    return [] if layout is None else list(layout.sequences(changed))
+
+
+def test_every_field_of_another_type_is_read_or_refused(tmp_path: Path) -> None:
+    """A list, object, text, null, bool, huge number or NaN at every place of every
+    layout."""
+    some = samples(1, k=2)
+    messages = []
+    for path in (
+        *write_good(tmp_path), write_chat(tmp_path / "chat.jsonl", some),
+        write_prompt_logprobs(tmp_path / "prompt.jsonl", some),
+        write_slime_rollout(tmp_path / "rollout.pt", some),
+        *sorted(write_prime_rl(tmp_path / "prime", some).rglob("rank_0.jsonl")),
+    ):  # fmt: skip
+        record = next(iter(read_records(path)))
+        for place, new in itertools.product(places(dict(record.fields)), WRONG):
+            try:
+                sequences(record, with_value(record.fields, place, new))
+            except NumdevError as error:
+                messages.append(str(error))
+    assert len(messages) > 500
+    assert [x for x in messages if not SENTENCE.fullmatch(x) or "None" in x] == []
+
+
+CHOICE = ("choices", 0)
+CONTENT = (*CHOICE, "logprobs", "content", 0)
+
+
+@pytest.mark.parametrize(
+    ("write", "place", "new", "says"),
+    [
+        (write_chat, ("prompt_token_ids",), "x", "prompt_token_ids: expected a list of numbers, got 'x'"),
+        (write_chat, (*CHOICE, "token_ids"), {}, "token_ids: expected a list of numbers, got an object"),
+        (write_chat, (*CONTENT, "top_logprobs"), 3, "top_logprobs: expected a list of objects, got 3"),
+        (write_chat, (*CONTENT, "top_logprobs", 0), "x", r"top_logprobs\[0\]: expected an object, got 'x'"),
+        (write_chat, (*CONTENT, "top_logprobs", 0, "token"), ["x"], "token: expected a text or null, got a"),
+        (write_completions, (*CHOICE, "logprobs", "top_logprobs", 0), [], "expected an object or null"),
+        (write_prompt_logprobs, (*CHOICE, "prompt_token_ids", 1), [3], r"_ids\[1\]: expected whole numbers"),
+        (write_slime_rollout, ("samples", 0, "remove_sample"), "yes", "expected true, false or null, got"),
+        (write_rectangle, ("token_ids", 1), 3, r"token_ids\[1\]: expected a list of tokens, got 3"),
+    ],
+)  # fmt: skip
+def test_a_field_of_another_type_is_not_left_out(
+    tmp_path: Path, write: Any, place: Place, new: object, says: str
+) -> None:
+    """It is no missing field, which might mean that a prompt or alternatives were not
+    recorded."""
+    record = next(
+        iter(
+            read_records(
+                write(tmp_path / f"a{SUFFIX.get(write, '.jsonl')}", samples(2, k=2))
+            )
+        )
+    )
+    with pytest.raises(MeasurementError, match=says):
+        sequences(record, with_value(record.fields, place, new))
 
 
 @pytest.mark.parametrize("package", ["pyarrow", "backports.zstd"])

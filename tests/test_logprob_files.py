@@ -214,6 +214,21 @@ def test_an_echoed_prompt_is_no_response(tmp_path: Path) -> None:
     assert np.array_equal(sequence.logprobs[sequence.mask], sample.rollout)
 
 
+def test_sequences_of_one_record_have_names_of_their_own(tmp_path: Path) -> None:
+    """Choices without an index, and rows of one line of NeMo-RL's, go by their number."""
+    choice = {"token_ids": [1], "logprobs": {"tokens": ["a"], "token_logprobs": [-1.0]}}
+    record = {"id": "x", "choices": [choice, choice, {**choice, "index": 7}]}
+    [side] = read_sides(write_lines(tmp_path / "a.jsonl", [record]))
+    assert [x.uid for x in side.sequences] == ["x/0", "x/1", "x/7"]
+    ids, values = [[1, 2], [3, 4]], [[0.0, -1.0], [0.0, -2.0]]
+    for count, names in ((2, ["4/9/0", "4/9/1"]), (1, ["4/9"])):
+        line = {"token_ids": ids[:count], "input_lengths": [2] * count, "idx": 9,
+                "generation_logprobs": values[:count], "prev_logprobs": values[:count]}  # fmt: skip
+        path = write_lines(tmp_path / "train_data_step4.jsonl", [line])
+        for side in read_sides(path):
+            assert [x.uid for x in side.sequences] == names
+
+
 def test_a_batch_file_has_the_request_and_the_response(tmp_path: Path) -> None:
     """A line of a batch is unwrapped; the request's settings are the sequence's, and the
     batch's id is its uid, with the choice's number where there are several."""

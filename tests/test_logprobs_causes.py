@@ -574,6 +574,30 @@ def test_an_adapter_that_cannot_be_read(adapter: Path, tmp_path: Path) -> None:
     (tmp_path / config).write_text("{")
     with pytest.raises(UsageError, match="cannot be read"):
         read_adapter(str(tmp_path))
+    for text, says in (
+        ("[]", "adapter_config.json: expected an object, got a list of 0"),
+        ("null", "adapter_config.json: expected an object, got null"),
+        ('{"peft_type": "LORA"}', "lora_alpha: expected a number, got null"),
+        (
+            '{"peft_type": "LORA", "lora_alpha": "x"}',
+            "lora_alpha: expected a number, got 'x'",
+        ),
+        (
+            '{"peft_type": "LORA", "lora_alpha": true}',
+            "lora_alpha: expected a number, got true",
+        ),
+        (
+            '{"peft_type": "LORA", "lora_alpha": NaN}',
+            "lora_alpha: expected a number, got nan",
+        ),
+        (
+            '{"peft_type": "LORA", "lora_alpha": 1%s}' % ("0" * 400),
+            "lora_alpha: expected a number",
+        ),
+    ):
+        (tmp_path / config).write_text(text)
+        with pytest.raises(UsageError, match=says):
+            read_adapter(str(tmp_path))
     (tmp_path / config).write_text('{"peft_type": "LORA", "lora_alpha": 8, "r": 4}')
     double = read_adapter(str(tmp_path)).deltas
     plain = read_adapter(str(adapter)).deltas
@@ -586,6 +610,13 @@ def test_an_adapter_that_cannot_be_read(adapter: Path, tmp_path: Path) -> None:
 
     save_file(other, tmp_path / weights)
     with pytest.raises(UsageError, match="nowhere is no pair of matrices"):
+        read_adapter(str(tmp_path))
+    none = {
+        f"nowhere.lora_{x}.weight": torch.ones(shape)
+        for x, shape in (("A", (0, 2)), ("B", (2, 0)))
+    }
+    save_file(none, tmp_path / weights)
+    with pytest.raises(UsageError, match="nowhere: expected rank >= 1, got 0"):
         read_adapter(str(tmp_path))
     other["base_model.model.nowhere.lora_B.weight"] = torch.ones(2, 1)
     save_file(other, tmp_path / weights)

@@ -117,17 +117,18 @@ def response_sequences(record: FileRecord) -> Sequences:
     """Yields the choices, in order, of a response of completions, chat or generate, as
     (empty text, sequence). Each is named by the record's `custom_id` or `uid`, else by
     the response's `id` or `request_id`, else not; with several choices the choice's
-    `index` follows, `x/0`. Raises MeasurementError for a choice without tokens, and for a
-    field of another type or length."""
+    `index` follows, else its number from 0 on, `x/0`. Raises MeasurementError for a
+    choice without tokens, and for a field of another type or length."""
     response, request = _unwrapped(record)
     settings = _settings(record, request)
     names = ("custom_id", "uid")
     uid = next((x for name in names if (x := record.text(name))), None)
     uid = uid or response.text("id") or response.text("request_id")
     choices = list(response.parts("choices"))
-    for choice in choices:
+    for number, choice in enumerate(choices):
         index = choice.whole("index")
-        one = uid if len(choices) == 1 or uid is None else f"{uid}/{index}"
+        place = number if index is None else index
+        one = uid if len(choices) == 1 or uid is None else f"{uid}/{place}"
         tokens = ResponseTokens()
         has_prompt = _add_prompt(tokens, choice, response)
         _add_response(tokens, choice)
@@ -170,10 +171,10 @@ def _add_prompt(tokens: ResponseTokens, choice: FileRecord, response: FileRecord
     Returns whether the prompt's tokens were recorded. Raises MeasurementError for values
     without tokens, and for another number of values than of tokens."""
     of_ids = choice if choice.has("prompt_token_ids") else response
-    ids = of_ids.get("prompt_token_ids")
+    ids = _token_ids(of_ids, "prompt_token_ids")
     of_values = choice if choice.has("prompt_logprobs") else response
     values = of_values.get("prompt_logprobs")
-    if not isinstance(ids, list):
+    if ids is None:
         if values is not None:
             raise of_values.error("prompt_token_ids", "the prompt's tokens", "none")
         return False
@@ -183,6 +184,7 @@ def _add_prompt(tokens: ResponseTokens, choice: FileRecord, response: FileRecord
     if not isinstance(values, list) or len(values) != len(ids):
         got = str(len(values)) if isinstance(values, list) else "no list"
         raise of_values.error("prompt_logprobs", f"{len(ids)} entries", got)
+    of_ids.integers_of("prompt_token_ids", ids, None)
     logprobs: Values = []
     tops: list[Pairs | None] = []
     for at, (token, entry) in enumerate(zip(ids, values, strict=True)):
@@ -218,12 +220,12 @@ def _add_response(tokens: ResponseTokens, choice: FileRecord) -> None:
     came back with them (`echo`), the values are those of the prompt too. A choice without
     values adds its tokens alone. Raises MeasurementError for another number of values
     than of tokens, and for tokens without ids."""
-    ids = choice.get("token_ids")
+    ids = _token_ids(choice, "token_ids")
     if not choice.has("logprobs"):
-        tokens.add(ids if isinstance(ids, list) else [], is_response=True)
+        tokens.add(ids or [], is_response=True)
         return
     texts, values, tops = _values(choice.part("logprobs"))
-    if not isinstance(ids, list):
+    if ids is None:
         ids = [_token_id(choice, text) for text in texts]
         if tokens.ids and values and values[0] is None:
             ids = ids[len(tokens.ids) :]
@@ -236,19 +238,30 @@ def _add_response(tokens: ResponseTokens, choice: FileRecord) -> None:
     tokens.add_values(len(ids), values, tops)
 
 
+def _token_ids(record: FileRecord, name: str) -> Values | None:
+    """Returns a field's list of tokens, its elements not yet checked; None where it is
+    missing or null. An array becomes a list. Raises MeasurementError for anything
+    else."""
+    value = record.get(name)
+    if value is None or isinstance(value, list):
+        return value
+    ids: Values = record.integers_of(name, value, None).tolist()
+    return ids
+
+
 def _values(
     logprobs: FileRecord,
 ) -> tuple[Values, Values, list[Pairs | None] | None]:
     """Returns texts, values and alternatives of the tokens in a choice's `logprobs`, of
     chat or of completions, not yet checked. A token's alternatives are None where it has
     none, or they have no ids; None in place of the list where completions have no
-    alternatives at all. Raises MeasurementError for lists of different lengths."""
+    alternatives at all. Raises MeasurementError for lists of different lengths, and for
+    alternatives of another type."""
     if logprobs.has("content"):
-        entries = [entry.fields for entry in logprobs.parts("content")]
+        entries = list(logprobs.parts("content"))
         texts = [entry.get("token") for entry in entries]
         values = [entry.get("logprob") for entry in entries]
-        rows = [_chat_alternatives(entry.get("top_logprobs")) for entry in entries]
-        return texts, values, rows
+        return texts, values, list(map(_chat_alternatives, entries))
     texts, values = _list(logprobs, "tokens"), _list(logprobs, "token_logprobs")
     if len(texts) != len(values):
         raise logprobs.error("token_logprobs", f"{len(texts)} values", str(len(values)))
@@ -258,23 +271,30 @@ def _values(
     if len(alternatives) != len(values):
         got = str(len(alternatives))
         raise logprobs.error("top_logprobs", f"{len(values)} entries", got)
-    return texts, values, [_alternatives(entry) for entry in alternatives]
+    for at, entry in enumerate(alternatives):
+        if entry is not None and not isinstance(entry, Mapping):
+            wanted = "an object or null"
+            raise logprobs.error(f"top_logprobs[{at}]", wanted, kind_of(entry))
+    return texts, values, [_alternatives(entry or {}) for entry in alternatives]
 
 
-def _chat_alternatives(entries: object) -> Pairs | None:
+def _chat_alternatives(entry: FileRecord) -> Pairs | None:
     """Returns ids and values of chat's alternatives of one token; None where there are
-    none, and where some have no ids (`token_id:5`)."""
-    if not isinstance(entries, list):
-        return None
-    objects = [entry for entry in entries if isinstance(entry, Mapping)]
-    return _alternatives({entry.get("token"): entry.get("logprob") for entry in objects})
+    none, and where some have no ids (`token_id:5`). Raises MeasurementError where they
+    are no list of objects, and for a token that is no text."""
+    values: dict[str, object] = {}
+    for one in entry.parts("top_logprobs") if entry.has("top_logprobs") else ():
+        token = one.get("token")
+        if not isinstance(token, str | None):
+            raise one.error("token", "a text or null", kind_of(token))
+        values[token or ""] = one.get("logprob")
+    return _alternatives(values)
 
 
-def _alternatives(entry: object) -> Pairs | None:
-    """Returns ids and values of completions' alternatives of one token, an object with
-    tokens as keys. None for an empty one, where some keys are no ids (`token_id:5`), and
-    for anything else."""
-    if not isinstance(entry, Mapping) or not entry:
+def _alternatives(entry: Mapping[str, object]) -> Pairs | None:
+    """Returns ids and values of alternatives of one token, an object with tokens as keys.
+    None for an empty one, and where some keys are no ids (`token_id:5`)."""
+    if not entry:
         return None
     matches = [TOKEN.fullmatch(str(key)) for key in entry]
     if not all(matches):

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from numdev.errors import UsageError
 from numdev.exact.wide_tensors import Wide, widened
 from numdev.formats import Format, format_named, round_to
 from numdev.studies.effects.model_runs import Subject, exact_attention
+from numdev.studies.logprobs.file_records import kind_of
 
 Edit = Callable[[Subject], None]
 NARROW_HEAD = "narrow head"  # a variant: the head alone computes in the format
@@ -195,8 +197,8 @@ def read_adapter(path: str) -> Adapter:
     """Returns the adapter in a directory as PEFT writes it: adapter_config.json and
     adapter_model.safetensors. Its deltas are fp64 [out, in], scaled by alpha, by the
     module's name in the model; tensors that are no LoRA matrices are ignored. Raises
-    UsageError where a file is missing or cannot be read, and for another kind of adapter
-    than LoRA of one rank."""
+    UsageError where a file is missing or cannot be read, for another kind of adapter than
+    LoRA of one rank, and for a `lora_alpha` that is no finite number."""
     folder = Path(path)
     settings, weights = (
         folder / "adapter_config.json",
@@ -212,12 +214,20 @@ def read_adapter(path: str) -> Adapter:
         tensors = load_file(weights)
     except Exception as error:  # of a foreign file, whatever its reader raises
         raise UsageError(f"--adapter {path}: cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        what = f"--adapter {path}: adapter_config.json: expected an object, got "
+        raise UsageError(what + kind_of(config))
     if config.get("peft_type") != "LORA" or config.get("use_dora"):
         raise UsageError(
             f"--adapter {path}: expected LoRA, got {config.get('peft_type')}"
         )
     if config.get("alpha_pattern") or config.get("rank_pattern"):
         raise UsageError(f"--adapter {path}: patterns of ranks are not read")
+    alpha, most = config.get("lora_alpha"), sys.float_info.max
+    is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
+    if not is_number or not -most <= cast(float, alpha) <= most:
+        what = f"lora_alpha: expected a number, got {kind_of(alpha)}"
+        raise UsageError(f"--adapter {path}: {what}")
     deltas = {}
     for key, down in tensors.items():
         if not key.endswith(".lora_A.weight"):
@@ -227,8 +237,10 @@ def read_adapter(path: str) -> Adapter:
         if up is None or up.ndim != 2 or down.ndim != 2 or up.shape[1] != len(down):
             raise UsageError(f"--adapter {path}: {stem} is no pair of matrices")
         rank = len(down)
+        if not rank:
+            raise UsageError(f"--adapter {path}: {stem}: expected rank >= 1, got 0")
         over = rank**0.5 if config.get("use_rslora") else rank
-        scale = float(config.get("lora_alpha") or rank) / over
+        scale = cast(float, alpha) / over
         name = stem
         for prefix in BASE:
             name = name.removeprefix(prefix)

@@ -87,8 +87,8 @@ def _flat_rows(record: FileRecord, total: int | None) -> Iterator[FileRecord]:
 def _rectangle_rows(record: FileRecord, count: int) -> Iterator[FileRecord]:
     """Yields the record of each row, without the padding that lengths or an attention
     mask mark. A field as wide as the row's tokens is cut as they are. `count`: how many
-    rows. Raises MeasurementError for lengths beyond the row's tokens, and for an
-    attention mask with gaps."""
+    rows. Raises MeasurementError for a row that is no list, lengths beyond the row's
+    tokens, and an attention mask with gaps."""
     name = next(filter(record.has, LENGTHS), "")
     lengths = record.integers(name, count, least=1, most=LARGEST) if name else None
     others = {key: value for key, value in record.fields.items() if key != name}
@@ -96,10 +96,13 @@ def _rectangle_rows(record: FileRecord, count: int) -> Iterator[FileRecord]:
         fields = {key: _row(value, i, count) for key, value in others.items()}
         row = _row_record(record, fields, i)
         width = row_count(fields["token_ids"])
-        start, end = _attended(row, width or 0)
+        if width is None:
+            got = kind_of(fields["token_ids"])
+            raise record.error(f"token_ids[{i}]", "a list of tokens", got)
+        start, end = _attended(row, width)
         if lengths is not None:
             start, end = 0, int(lengths[i])
-        if width is None or end > width:
+        if end > width:
             wanted = f"at most {width}, the row's tokens"
             raise record.error(f"{name}[{i}]", wanted, str(end))
         cut = {

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from numdev.studies.logprobs.file_records import FileRecord
+from numdev.studies.logprobs.file_records import FileRecord, kind_of
 from numdev.studies.logprobs.plain_layout import (
     LARGEST,
     ROLLOUT,
@@ -87,17 +87,20 @@ def nemo_rl_sequences(record: FileRecord) -> Sequences:
 
     Columns are rectangles, padded on the right up to `input_lengths`. Value i belongs to
     token i and the first is a filling. A token counts where its own mask and that of its
-    sample are 1; a missing mask is 1. Raises MeasurementError for fields that are missing
-    or do not fit together."""
+    sample are 1; a missing mask is 1. A sequence is named by step and `idx`, `3/0`, and
+    where a line has several also by its number there, `3/0/1`. Raises MeasurementError
+    for fields that are missing or do not fit together."""
     step = re.search(r"train_data_step(\d{1,9})", record.place)
     index = record.whole("idx")
-    for row in rows(record):
+    every = list(rows(record))
+    for number, row in enumerate(every):
         ids = row.token_ids("token_ids")
         mask = row.flags("token_loss_mask", len(ids))
         sample = row.number("sample_loss_mask")
         if mask is None or sample == 0:
             mask = np.full(len(ids), mask is None and sample != 0)
         settings = RecordedSettings(step=int(step[1]) if step else None)
+        places = (settings.step, index, *((number,) if len(every) > 1 else ()))
         names = ((ROLLOUT, "generation_logprobs"), (TRAINER, "prev_logprobs"))
         for side, name in names:
             logprobs = row.numbers(name, len(ids))
@@ -109,7 +112,7 @@ def nemo_rl_sequences(record: FileRecord) -> Sequences:
                     token_ids=ids,
                     logprobs=_without_first(logprobs),
                     mask=mask,
-                    uid=_joined_uid(settings.step, index),
+                    uid=_joined_uid(*places),
                     settings=settings,
                     place=row.place,
                 ),
@@ -156,7 +159,10 @@ def _sample_sequences(sample: FileRecord, uid: str | None, step: int | None) -> 
         raise sample.error("total_lengths", f"{n}, the sample's tokens", str(total))
     mask = sample.flags("loss_masks" if is_training else "loss_mask", length)
     mask = np.ones(length, np.bool_) if mask is None else mask
-    if sample.get("remove_sample") is True:
+    removed = sample.get("remove_sample")
+    if not isinstance(removed, bool | None):
+        raise sample.error("remove_sample", "true, false or null", kind_of(removed))
+    if removed:
         mask = np.zeros(length, np.bool_)
     versions = versions_of(sample, "weight_versions")
     settings = RecordedSettings(
@@ -239,4 +245,4 @@ def _expect_version(record: FileRecord, name: str, version: int) -> None:
     """Raises MeasurementError where a file's field `name` is not `version`, the one that
     these field names are of."""
     if (got := record.whole(name)) != version:
-        raise record.error(name, str(version), str(got))
+        raise record.error(name, str(version), "none" if got is None else str(got))
