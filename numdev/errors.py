@@ -70,13 +70,13 @@ def first_line(text: str) -> str:
 
 
 def similar_file(path: Path) -> Path | None:
-    """Returns the path in the folder of `path`, which does not exist, whose name is most
-    similar to that of `path`. None where none is similar (0.7 by difflib, with and
-    without suffix), or where the folder does not exist."""
+    """Returns the path in the folder of `path`, which cannot be read, whose name is most
+    similar to that of `path`, never `path` itself. None where none is similar (0.7 by
+    difflib, with and without suffix), or where the folder does not exist."""
     import difflib
 
     try:
-        names = [entry.name for entry in path.parent.iterdir()]
+        names = [entry.name for entry in path.parent.iterdir() if entry != path]
     except OSError:
         return None
     for name in difflib.get_close_matches(path.name, names, n=9, cutoff=0.7):

@@ -25,6 +25,7 @@ from numdev.kernels import Kernel, find, kernel_of_function
 from numdev.kernels.output import GRADIENTS
 from numdev.kernels.plain_functions import parameters_by_role, untested_parameters
 from numdev.report import AuditReport, Finding, Outcome, Place
+from numdev.report.io import make_directory
 from numdev.report.number_text import MOST, ratio, si
 from numdev.report.safe_text import plain
 from numdev.studies.audit.check import (
@@ -498,9 +499,9 @@ def _rules_of(thresholds: Thresholds) -> Rules:
 def _new_folder(parent: str | Path | None, name: str) -> Path:
     """Makes a new folder for this check, and returns its path: in `parent`, which is made
     too, named `name` and random letters; without a parent among temporary files,
-    `numdev-check` and random letters. Raises OSError where it cannot be made."""
+    `numdev-check` and random letters. Raises UsageError where `parent` cannot be made."""
     if parent is not None:
-        Path(parent).mkdir(parents=True, exist_ok=True)
+        make_directory(Path(parent))
     prefix = re.sub(r"[^\w.-]+", "-", name if parent else "numdev-check")
     return Path(tempfile.mkdtemp(prefix=f"{prefix}-", dir=parent))
 

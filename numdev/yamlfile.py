@@ -109,8 +109,9 @@ def read_yaml(path: Path, model: type[M]) -> M:
         ValueError,
         RecursionError,
     ) as error:  # ValueError: the date 2024-13-01
+        why = (isinstance(error, OSError) and error.strerror) or error
         raise UsageError(
-            f"{path}: cannot be read ({error})", hint="give a YAML file"
+            f"{path}: cannot be read ({why})", hint="give a YAML file"
         ) from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)

@@ -217,7 +217,8 @@ def test_what_cannot_be_measured_is_exit_code_3(
 
 @pytest.mark.parametrize(("error", "says", "is_bug"), [
     (ZeroDivisionError("by\nzero \x1b[31m"), ("unexpected ZeroDivisionError: by zero"), True),
-    (OSError(28, "No space left on device", "out/x"), ("out/x: No space left on device"), False),
+    (OSError(28, "No space left", "out/x"), "out/x: No space left; is the disk full or not writable?", False),
+    (OSError(21, "Is a directory", "out/x"), "error: out/x: Is a directory\n", False),
 ])  # fmt: skip
 def test_an_unexpected_error_is_one_line_and_exit_code_3(
     run: Any, monkeypatch: pytest.MonkeyPatch, error: Exception, says: str, is_bug: bool

@@ -276,7 +276,10 @@ def test_a_place_that_cannot_be_written_is_a_usage_error(tmp_path: Path) -> None
     assert "expected a directory for the results, got a file" in refused(
         tmp_path / "file"
     )
-    assert "cannot write results there" in refused(tmp_path / "file" / "below")
+    below = refused(tmp_path / "file" / "below")
+    assert (
+        f"{tmp_path / 'file'}: expected a directory for the results, got a file" in below
+    )
     (tmp_path / "dir" / JOURNAL).mkdir(parents=True)
     assert "cannot write results there" in refused(tmp_path / "dir")
 

@@ -244,17 +244,21 @@ def test_the_files_are_written_whatever_the_outcome(gate: Any, tmp_path: Path) -
         assert not (tmp_path / "step.md").exists()
 
 
-@pytest.mark.parametrize("option", ["--junit", "--summary"])
+@pytest.mark.parametrize("option", ["--junit", "--summary", "--github"])
 def test_an_unwritable_file_hides_no_verdict(
-    gate: Any, tmp_path: Path, option: str
+    gate: Any, tmp_path: Path, option: str, monkeypatch: Any
 ) -> None:
-    """Exit code 2, which names the file, after what was found."""
+    """Exit code 2, which names the file, after what was found. With --github that file is
+    the step's summary, and annotations come before it."""
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "file").write_text("")
     for place in (folder, folder / "file" / "x"):
-        code, out, err = gate([row(expected_ratio=2.0)], option, str(place))
+        monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(place))
+        names = [] if option == "--github" else [str(place)]
+        code, out, err = gate([row(expected_ratio=2.0)], option, *names)
         assert (code, "FAIL" in out) == (2, True)
+        assert ("::error" in out) == (option == "--github")
         assert f"{place}: cannot be written" in err
 
 

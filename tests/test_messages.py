@@ -53,6 +53,7 @@ LINE = "syntax.py, line 3: not valid Python (expected ':'): def attend(q, k, v)"
 FP8 = "unknown format 'fp8'; give float8_e4m3fn or float8_e5m2"
 HEADER = "need a header: give save_file the metadata {'numdev': '{\"version\": 1}'}"
 NO_CUDA = "no CUDA device is available here; use --device cpu"
+NO_DIRECTORY = "error: notes.txt: expected a directory for the results, got a file; choose another --output"
 NORM = "check mine.py:norm --reference mine.py:norm"
 MISTAKES = [
     ("aduit demo", 2, "no command 'aduit'; did you mean 'audit'?; see `numdev --help`"),
@@ -96,7 +97,12 @@ MISTAKES = [
     ("audit demo --thresholds sweep.yaml", 2, f"expected a YAML file of thresholds, {SWEEP}"),
     ("audit demo --effects rep-audit", 2, "expected a report of effects, got one of audit"),
     ("audit demo --effects sweep.yaml", 2, f"--effects sweep.yaml: expected a report, {SWEEP}"),
-    ("audit demo -o notes.txt", 2, "expected a directory for the results, got a file; choose anoth"),
+    ("audit demo --junit folder", 2, "folder: cannot be written (Is a directory)"),
+    ("audit demo --summary notes.txt/x", 2, "notes.txt/x: cannot be written (Not a directory)"),
+    *((f"{line} -o {path}", 2, NO_DIRECTORY) for path in ("notes.txt", "notes.txt/a/b") for line in (
+        "audit demo", "bounds none", "compare none none", "check mine.py:attend", "diagnose demo", NORM,
+        "effects demo", "invariance demo", "logprobs a b", "sweep sweep.yaml", "train train.yaml",
+        "weights demo demo")),
     ("audit demo -o rep-sweep", 2, "already holds the report of a different numdev sweep; give another"),
     ("check", 2, "expected TARGET, got none; see `numdev check --help`"),
     ("check mine.py", 2, HAS),
@@ -164,6 +170,8 @@ MISTAKES = [
     ("gate audit.yaml", 2, "expected a report, got a YAML file of numdev audit; numdev audit audit.yaml"),
     ("gate page.html", 2, "expected a report, got a page in HTML; numdev report DIRECTORY takes it"),
     ("gate other.json", 3, "schema_version: expected 3, got None; give a report.json that numdev wrote"),
+    ("gate nested", 2, "nested/report.json: cannot read a report there (Is a directory); give a report"),
+    ("gate rep-audit --thresholds folder", 2, "folder: cannot be read (Is a directory); give a YAML file"),
     ("gate cut", 3, "cut/report.json: not a report this numdev can read: digest: the file was truncated"),
     ("gate rep-audit --thresholds sweep.yaml", 2, f"expected a YAML file of thresholds, {SWEEP}"),
     ("compare rep-audit", 2, "compare: expected two reports or more, got 1"),
@@ -197,6 +205,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(REPORTS / f"{kind}.json", folder / f"rep-{kind}" / "report.json")
     for name in ("folder", "bare", "cut"):
         (folder / name).mkdir()
+    (folder / "nested" / "report.json").mkdir(parents=True)
     text = (REPORTS / "audit.json").read_bytes()
     (folder / "cut" / "report.json").write_bytes(text[:300])
     call = {name: torch.zeros(1, 2, 4, 8) for name in ("q", "k", "v")}
@@ -271,4 +280,5 @@ def test_a_similar_file_is_named_and_no_other(tmp_path: Path) -> None:
     (tmp_path / "report-1.json").touch()
     assert similar_file(tmp_path / "reprot-1.json") == tmp_path / "report-1.json"
     assert similar_file(tmp_path / "x.json") is None
+    assert similar_file(tmp_path / "report-1.json") is None
     assert similar_file(tmp_path / "none" / "report-1.json") is None

@@ -134,6 +134,10 @@ def check(
         reference=reference, problem=problem, task=task, definition=definition
     )
     beside.expect_files(thresholds)
+    if output is not None:
+        from numdev.report.io import expect_directory
+
+        expect_directory(output)
     if not as_json:
         say(f"check: started on {target}")
     if beside.options():
@@ -327,11 +331,13 @@ def _source_of_inputs(inputs: str | None) -> Callable[..., object] | str | None:
 
 def write_report(result: CheckResult, output: Path) -> None:
     """Writes the report of a check into a directory, as report.json, tables and page, and
-    makes the directory where it is missing. Raises OSError where that cannot be."""
+    makes the directory where it is missing. Raises UsageError where that cannot be made,
+    OSError where a file cannot be written."""
     from numdev import report as reports
+    from numdev.report.io import make_directory
     from numdev.report.renderers import html
 
-    output.mkdir(parents=True, exist_ok=True)
+    make_directory(output)
     reports.write(result.report, output)
     html.write(result.report, output)
 

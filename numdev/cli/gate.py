@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import json
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -67,10 +68,10 @@ class Verdict:
     ) -> int:
         """Judges a report and returns the exit code; sets it as that of the running click
         command. Shows the verdict on stdout (`show`: as a page, which is `verbose` or
-        not, as JSON, or not), then writes it to the files, and on GitHub as annotations.
-        Raises UsageError for wrong rules and a file that cannot be written; OSError for
-        the step's summary on GitHub. Raises MeasurementError for what `judge_report`
-        refuses, such as a report from a system that the rules do not hold for."""
+        not, as JSON, or not), then on GitHub as annotations, and writes it to the files.
+        Raises UsageError for wrong rules and a file that cannot be written, which is the
+        step's summary too. Raises MeasurementError for what `judge_report` refuses, such
+        as a report from a system that the rules do not hold for."""
         from numdev.gate.judging import judge_report
         from numdev.report.renderers import ci, markdown, terminal
         from numdev.report.views.gate import page_of
@@ -93,6 +94,9 @@ class Verdict:
             terminal.show(page, verbose=verbose)
             if self.github:
                 click.echo(f"::{word}::")
+        if self.github:
+            for line in ci.commands(judged, findings):
+                click.echo(line, err=show != "page")  # GitHub reads both streams
         # Afterwards, so that a file that cannot be written hides no verdict.
         if self.junit:
             seconds = sum(report.timings.values())
@@ -100,14 +104,31 @@ class Verdict:
         words = markdown.page(page, level=3)
         if self.summary:
             _write_whole_file(self.summary, words)
-        if self.github:
-            # Other steps wrote there before
-            if step := os.environ.get("GITHUB_STEP_SUMMARY"):
-                with Path(step).open("a", encoding="utf-8") as stream:
-                    stream.write(words)
-            for line in ci.commands(judged, findings):
-                click.echo(line, err=show != "page")  # GitHub reads both streams
+        if (step := self.step_summary) is not None:
+            with naming_file(step), step.open("a", encoding="utf-8") as stream:
+                stream.write(words)  # other steps wrote there before
         return judged.exit_code
+
+    @property
+    def step_summary(self) -> Path | None:
+        """Returns the file of the step's summary on GitHub; None without --github, and
+        where the variable is not set or empty."""
+        step = os.environ.get("GITHUB_STEP_SUMMARY") if self.github else None
+        return Path(step) if step else None
+
+    def expect_files(self) -> None:
+        """Raises UsageError for rules that cannot be read and for a file that cannot be
+        written, so that a command can ask before it measures. Makes nothing but an empty
+        summary of the step."""
+        from numdev.report.io import expect_writable_file
+
+        _ = self.limits
+        for path in (self.junit, self.summary):
+            if path is not None:
+                expect_writable_file(path)
+        if (step := self.step_summary) is not None:
+            with naming_file(step), step.open("a"):
+                pass
 
 
 def verdict_options(
@@ -150,10 +171,11 @@ def gated(
         *args: object, verdict: Verdict, gate: bool, **parameters: object
     ) -> object:
         """Calls the command with its verdict or None; raises UsageError for a wrong file
-        of thresholds before anything is measured."""
+        of thresholds, and for a file that cannot be written, before anything is
+        measured."""
         asked = gate or any(vars(verdict).values())
         if asked:
-            _ = verdict.limits  # refuse a wrong file before anything is measured
+            verdict.expect_files()
         return function(*args, verdict=verdict if asked else None, **parameters)
 
     with_options = verdict_options(with_gate, files=files)
@@ -222,9 +244,18 @@ def _write_whole_file(path: Path, text: str) -> None:
     UsageError where it cannot be written."""
     from numdev.report import replacing
 
-    try:
+    with naming_file(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:
             file.write(text)
+
+
+@contextlib.contextmanager
+def naming_file(path: Path) -> Iterator[None]:
+    """Raises UsageError in place of an OSError of the block, which writes the file."""
+    from numdev.report.io import refused_file
+
+    try:
+        yield
     except OSError as error:
-        raise UsageError(f"{path}: cannot be written ({error.strerror})") from error
+        raise refused_file(path, error) from error

@@ -5,6 +5,7 @@ NumdevError and the only one that prints an error."""
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import re
@@ -19,6 +20,8 @@ from numdev.studies.audit.interrupt import noticing
 
 EMPTY_OPTION = re.compile(r"--[a-z-]+=")
 FOREIGN = "the code of a kernel or a model"
+# What the system says where a disk takes no more, or nothing from this user
+OF_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 COMPLETION = "_NUMDEV_COMPLETE"  # set by the shell that asks for completions
 # Studies by command: as in SECTIONS
 STUDIES = {
@@ -225,9 +228,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _exit_with_error("out of memory; request less", 3)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        _exit_with_error(
-            f"{where}{error.strerror or error}; is the disk full or not writable?", 3
-        )
+        hint = "; is the disk full or not writable?" if error.errno in OF_DISK else ""
+        _exit_with_error(f"{where}{error.strerror or error}{hint}", 3)
     except Exception as error:
         if "--debug" in typed:
             raise

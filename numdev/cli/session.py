@@ -50,12 +50,13 @@ class Session:
         """Returns the directory of the results, which is not made here: --output, else
         `numdev-reports/NAME-1a2b3c4d` by `name` and a hash of the request, so that the
         same request goes where it went. Raises UsageError where another command's report
-        is there."""
-        from numdev.report.io import refuse_other_kind
+        is there, and where no results can be."""
+        from numdev.report.io import expect_directory, refuse_other_kind
 
         text = json.dumps(request, sort_keys=True, separators=(",", ":"), default=str)
         digest = hashlib.sha256(text.encode()).hexdigest()[:8]
         directory = self.output or Path("numdev-reports") / f"{name}-{digest}"
+        expect_directory(directory)
         refuse_other_kind(directory, str(click.get_current_context().info_name))
         return directory
 
@@ -226,10 +227,15 @@ def command(example: str) -> Callable[[Callable[..., object]], click.Command]:
 
         @functools.wraps(function)
         def with_session(*args: object, **parameters: Any) -> object:
-            """Calls the function with the options of a report as one `session`."""
+            """Calls the function with the options of a report as one `session`. Raises
+            UsageError before that where no results can be in --output."""
             session = Session(
                 **{part.name: parameters.pop(part.name) for part in fields(Session)}
             )
+            if session.output is not None:
+                from numdev.report.io import expect_directory
+
+                expect_directory(session.output)
             return function(*args, session=session, **parameters)
 
         report_command = as_command(with_session)

@@ -4,7 +4,9 @@ them."""
 from __future__ import annotations
 
 import csv
+import errno
 import hashlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -111,9 +113,7 @@ def replacing(path: Path) -> Iterator[IO[str]]:
     exception the old file stays. A device, a pipe, or the system's name for an open file
     (`/dev/stdout`) is written to, and stays what it is. Raises OSError where it cannot be
     written, as in a folder that does not exist."""
-    if path.parts[:2] in (("/", "dev"), ("/", "proc")) or (
-        path.exists() and not path.is_file()
-    ):
+    if _is_written_in_place(path):
         with path.open("w", newline="", encoding="utf-8") as file:
             yield file
         return
@@ -122,6 +122,13 @@ def replacing(path: Path) -> Iterator[IO[str]]:
         partial.open("w", newline="", encoding="utf-8") as file,
     ):
         yield file
+
+
+def _is_written_in_place(path: Path) -> bool:
+    """Whether a path is a device, a pipe, a directory, or the system's name for an open
+    file, which no new file may replace."""
+    is_of_system = path.parts[:2] in (("/", "dev"), ("/", "proc"))
+    return is_of_system or (path.exists() and not path.is_file())
 
 
 def write_csv(file: IO[str], lines: Sequence[Record]) -> None:
@@ -150,15 +157,72 @@ def refuse_other_kind(directory: Path, kind: str) -> None:
         raise UsageError(what, hint="give another --output")
 
 
+def expect_directory(directory: Path) -> None:
+    """Raises UsageError where results cannot go into a directory: it, or the nearest
+    above it that exists, is a file or may not be written to, or its name is not possible.
+    Makes nothing, so that a command can ask before it measures."""
+    try:
+        _require_writable(directory)
+    except OSError as error:
+        raise refused_directory(directory, error) from error
+
+
+def expect_writable_file(path: Path) -> None:
+    """Raises UsageError where a file cannot be written by `replacing`, and its directory
+    cannot be made: it is a directory, or as in `expect_directory`. Makes nothing."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        if not _is_written_in_place(path):
+            _require_writable(path.parent)
+    except OSError as error:
+        raise refused_file(path, error) from error
+
+
+def refused_file(path: Path, error: OSError) -> UsageError:
+    """Returns the error for a file that the user named, and that cannot be written."""
+    return UsageError(f"{path}: cannot be written ({error.strerror})")
+
+
+def _require_writable(directory: Path) -> None:
+    """Raises OSError where a directory, or the nearest above it that exists, is a file or
+    may not be written to."""
+    nearest = next(p for p in (directory, *directory.parents) if p.exists())
+    if not nearest.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), nearest)
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), nearest)
+
+
+def make_directory(directory: Path) -> None:
+    """Makes the directory of the results and those above it; one that exists stays.
+    Raises UsageError where that cannot be, as `expect_directory` does."""
+    expect_directory(directory)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise refused_directory(directory, error) from error
+
+
+def refused_directory(directory: Path, error: OSError) -> UsageError:
+    """Returns the error for results that cannot be written into a directory; it names the
+    file or folder at fault where the system's `error` does."""
+    why = f"cannot write results there ({error.strerror})"
+    if isinstance(error, NotADirectoryError | FileExistsError):
+        why = "expected a directory for the results, got a file"
+    return UsageError(
+        f"{error.filename or directory}: {why}", hint="choose another --output"
+    )
+
+
 def claim_directory(
     directory: Path, kind: str, request: Mapping[str, object], *, overwrite: bool
 ) -> None:
     """Makes the directory of the results, and removes unfinished files in it. Raises
     UsageError where it holds another report: one of another command always, of another
-    request unless `overwrite`. Raises MeasurementError for an older report that cannot be
-    read, unless `overwrite`; OSError where the directory cannot be made, as where a file
-    has its name."""
-    directory.mkdir(parents=True, exist_ok=True)
+    request unless `overwrite`; and as `make_directory`. Raises MeasurementError for an
+    older report that cannot be read, unless `overwrite`."""
+    make_directory(directory)
     remove_stale(directory)
     refuse_other_kind(directory, kind)
     if overwrite or not (directory / "report.json").exists():

@@ -22,6 +22,7 @@ from typing import IO, Any, NoReturn, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from numdev.errors import UsageError
+from numdev.report.io import make_directory, refused_directory
 from numdev.temporary_files import remove_stale
 
 JOURNAL = "rows.jsonl"
@@ -86,16 +87,12 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         journal = cls(directory, header)
         if directory is None:
             return journal
+        make_directory(directory)
         try:
-            directory.mkdir(parents=True, exist_ok=True)
             remove_stale(directory)
             journal._open_file(directory, overwrite=overwrite)
         except OSError as error:
-            why = f"cannot write results there ({error.strerror})"
-            if directory.is_file():
-                why = "expected a directory for the results, got a file"
-            what = f"{error.filename or directory}: {why}"
-            raise UsageError(what, hint="choose another --output") from error
+            raise refused_directory(directory, error) from error
         return journal
 
     def __exit__(self, *_: object) -> None:
