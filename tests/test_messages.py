@@ -275,6 +275,26 @@ def test_the_kinds_of_files_are_those_of_their_readers() -> None:
         assert kind_of_path(file, ("cases",)) == kinds.get(name, name), file
 
 
+@pytest.mark.parametrize(("header", "kind"), [
+    ("[]", None), ("null", None), ("5", None), ('"x"', None), ("{", None), ("\udcff", None),
+    ('{"__metadata__":5}', None), ('{"__metadata__":["numdev"]}', None),
+    ('{"__metadata__":"numdev"}', None), ("[" * 9999, None), ("{}", "tensors"),
+    ('{"__metadata__":null}', "tensors"), ('{"__metadata__":{"numdev":"{}"}}', "captured"),
+])  # fmt: skip
+def test_a_header_of_another_json_type_has_no_kind(
+    header: str, kind: str | None, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    """Its reader then says that the file is damaged, and nobody that numdev is."""
+    monkeypatch.chdir(tmp_path)
+    text, file = header.encode(errors="surrogateescape"), Path("x.safetensors")
+    file.write_bytes(len(text).to_bytes(8, "little") + text)
+    assert kind_of_path(file) == kind
+    code, _, err = ran(capsys, "audit", file)
+    assert code == (2 if kind else 3)
+    assert "bug" not in err
+    assert kind or "x.safetensors: is not a whole safetensors file" in err
+
+
 def test_a_similar_file_is_named_and_no_other(tmp_path: Path) -> None:
     """A slip of the pen, and not a file that shares its ending alone."""
     (tmp_path / "report-1.json").touch()

@@ -28,7 +28,7 @@ from numdev import report
 from numdev.config import SweepConfig
 from numdev.errors import MeasurementError, UsageError
 from numdev.report import DeviationRow
-from numdev.report.io import with_digest
+from numdev.report.io import refuse_other_kind, with_digest
 from numdev.report.renderers.markdown import escaped
 from numdev.report_kinds import REGISTERED
 from numdev.yamlfile import read_yaml
@@ -141,6 +141,37 @@ def test_a_report_that_was_changed_by_hand_is_refused(tmp_path: Path, edit: Any)
         MeasurementError, match=" the file was truncated or edited; measure"
     ):
         report.read(path)
+
+
+@pytest.mark.parametrize("head", [
+    *(f'"kind":{x},"schema_version":3' for x in ('["audit"]', '{"a":1}', "5", "null", "true", '"audit')),
+    *(f'"kind":"audit","schema_version":{x}' for x in ("[3]", "{}", '"3"', "null", "true", "3.0")),
+    *(f'"kind":"audit","schema_version":3,"provenance":{x}' for x in ("5", "[]", "null", '{"numdev":[1]}')),
+])  # fmt: skip
+def test_a_head_of_another_json_type_is_refused(tmp_path: Path, head: str) -> None:
+    """By whoever reads a head, in a sentence that names no version which is not there."""
+    path = tmp_path / "report.json"
+    path.write_text("{" + head + "}")
+    with pytest.raises(MeasurementError) as caught:
+        report.read(path)
+    assert "not a report this numdev can read: " in str(caught.value)
+    assert "None wrote" not in str(caught.value)
+    if head.startswith('"kind":"audit","'):  # whatever else it says
+        with pytest.raises(
+            UsageError, match="holds the report of a different numdev audit"
+        ):
+            refuse_other_kind(tmp_path, "sweep")
+    else:
+        refuse_other_kind(tmp_path, "sweep")
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "5", '"audit"', "", "[" * 9999])
+def test_what_is_no_json_object_is_no_report(tmp_path: Path, text: str) -> None:
+    """In one line; and it forbids no command to write there."""
+    (tmp_path / "report.json").write_text(text)
+    with pytest.raises(MeasurementError, match="that numdev wrote"):
+        report.read(tmp_path)
+    refuse_other_kind(tmp_path, "sweep")
 
 
 @pytest.mark.parametrize("error", [None, OSError("disk full"), KeyboardInterrupt()])

@@ -190,6 +190,11 @@ def test_saving_is_all_or_nothing(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["saved"]
     (tmp_path / "saved" / "00001.safetensors").unlink()
     failure(tmp_path / "saved", MeasurementError, "'00001.safetensors' is missing")
+    for files in ("5", "null", "[]", '"00000.safetensors"', "{}"):
+        (tmp_path / "saved" / "cases.json").write_text(
+            f'{{"version": 1, "files": {files}}}'
+        )
+        failure(tmp_path / "saved", MeasurementError, "its file '' is missing")
 
 
 def test_an_existing_place_is_not_written_over(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ Kind = Literal[
     "cases", "audit", "sweep", "invariance", "train", "rules", "report", "page",
     "python", "captured", "tensors", "logprobs", "task", "definition",
 ]  # fmt: skip
+LONGEST_HEADER = 100_000_000  # bytes that safetensors reads
 TOP_KEY = re.compile(r"^([a-z_]+)\s*:", re.MULTILINE)
 HEAD = 4096  # bytes of a report that name its kind, and of a JSON file that is none
 # Of files that are models of packages not imported here; tests hold them to these
@@ -186,16 +187,19 @@ def _kind_of_json(path: Path) -> Kind | None:
 
 
 def _kind_of_safetensors(path: Path) -> Kind | None:
-    """Returns `captured` or `tensors` by a safetensors file's header, which is JSON
-    behind its length in eight bytes; None for a file that is shorter than that. Raises
-    ValueError for a header that is no JSON."""
+    """Returns `captured` or `tensors` by a safetensors file's header, which is a JSON
+    object behind its length in eight bytes; None for a file that is shorter than that,
+    and where the header or its metadata is none. Raises ValueError for a header that is
+    no JSON."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if length > path.stat().st_size:
+        if length > min(path.stat().st_size, LONGEST_HEADER):
             return None
         header = json.loads(file.read(length))
-    is_captured = "numdev" in (header.get("__metadata__") or {})
-    return "captured" if is_captured else "tensors"
+    metadata = header.get("__metadata__") if isinstance(header, dict) else 0
+    if not isinstance(metadata, dict | None):
+        return None
+    return "captured" if metadata and "numdev" in metadata else "tensors"
 
 
 BY_SUFFIX: Mapping[str, Callable[[Path], Kind | None]] = {

@@ -10,9 +10,9 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
 import numdev
@@ -27,11 +27,25 @@ HEAD = 1 << 16  # bytes of a file in which it says what it is
 
 
 class _Head(BaseModel):
-    """What a file says of itself; None where it does not, or what a report cannot say."""
+    """What a file says of itself: any JSON, also what a report cannot say; None where it
+    says nothing."""
 
     schema_version: object = None
-    kind: Any = None
-    provenance: dict[str, object] = Field(default_factory=dict)
+    kind: object = None
+    provenance: object = None
+
+    @property
+    def registered_kind(self) -> str | None:
+        """Returns the kind of report; None where numdev knows none of that name."""
+        is_known = isinstance(self.kind, str) and self.kind in REGISTERED
+        return str(self.kind) if is_known else None
+
+    @property
+    def version(self) -> str | None:
+        """Returns the version of numdev that wrote the file; None where it has none."""
+        about = self.provenance if isinstance(self.provenance, dict) else {}
+        version = about.get("numdev")
+        return version if isinstance(version, str) else None
 
 
 def read(path: Path) -> Report:
@@ -50,21 +64,21 @@ def read(path: Path) -> Report:
         raise UsageError(what, hint=hint) from error
     head = _Head()
     try:
-        head = _Head.model_validate(from_json(bytes(text[:HEAD]), allow_partial=True))
+        head = _head_of(bytes(text[:HEAD]))
         for name, accepted in (
             ("schema_version", [SCHEMA_VERSION]),
             ("kind", list(REGISTERED)),
         ):
             if (got := getattr(head, name)) not in accepted or isinstance(got, float):
                 raise ValueError(
-                    f"{name}: expected {', '.join(map(str, accepted))}, got {got!r}"
+                    f"{name}: expected {', '.join(map(str, accepted))}, got {got!r:.80}"
                 )
         end = text.rfind(b',"digest":')
         ending, text[end:] = text[end:], b""
         digest = hashlib.sha256(text).hexdigest()
         if ending.rstrip() != f',"digest":"{digest}"}}'.encode():
             raise ValueError("digest: the file was truncated or edited")
-        model: type[Report] = kind_of(head.kind).report
+        model: type[Report] = kind_of(str(head.kind)).report
         text += b"}"
         return model.model_validate_json(text, strict=True)
     except ValueError as error:
@@ -72,15 +86,24 @@ def read(path: Path) -> Report:
         if isinstance(error, ValidationError):
             first = error.errors()[0]
             problem = f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}"
-        hint, wrote = "measure again", head.provenance.get("numdev")
-        if wrote is None and head.kind not in REGISTERED:
+        hint, wrote = "measure again", head.version
+        if wrote is None and head.registered_kind is None:
             hint = "give a report.json that numdev wrote"
-        elif wrote != numdev.__version__:
+        elif wrote not in (None, numdev.__version__):
             versions = f"numdev {wrote} wrote it, and this is {numdev.__version__}"
             hint = f"{versions}: update numdev, or {hint}"
         hint = "measure again" if problem.startswith("digest:") else hint
         what = f"{path}: not a report this numdev can read: {problem}"
         raise MeasurementError(what, hint=hint) from error
+
+
+def _head_of(text: bytes) -> _Head:
+    """Returns the head of a report by a file's first bytes. Raises ValueError for what is
+    not the beginning of a JSON object."""
+    content = from_json(text, allow_partial=True)
+    if not isinstance(content, dict):
+        raise ValueError(f"expected a JSON object, got {content!r:.80}")
+    return _Head.model_validate(content)
 
 
 def text_of(report: Report) -> str:
@@ -149,10 +172,11 @@ def refuse_other_kind(directory: Path, kind: str) -> None:
     try:
         with (directory / "report.json").open("rb") as file:
             text = file.read(HEAD)
-        older = _Head.model_validate(from_json(text, allow_partial=True)).kind
+        head = _head_of(text)
     except (OSError, ValueError):
         return
-    if isinstance(older, str) and older in REGISTERED and older != kind:
+    older = head.registered_kind
+    if older not in (None, kind):
         what = f"{directory}: already holds the report of a different numdev {older}"
         raise UsageError(what, hint="give another --output")
 
