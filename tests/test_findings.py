@@ -335,3 +335,15 @@ def test_a_finding_says_of_which_head_its_number_is() -> None:
     (typical,) = of_rows(*medians)
     assert "expected in the median of 16 heads (limit" in typical.sentence
     assert typical.details.startswith("In 16 of 16 heads, worst at ")
+
+
+@pytest.mark.parametrize(("clauses", "least", "line", "details"), [
+    ((), 0, "A.", ""), ((), 1, "A.", ""), (("b",), 2, "A: b.", ""), (("b", "c"), 0, "A: b; c.", ""),
+    (("b", "c " * 20), 0, "A: b.", "c " * 20 + "."), (("b " * 20, "c"), 1, f"A: {'b ' * 20}.", "c."),
+    (("b " * 20,), 0, "A.", "b " * 20 + "."), (("b " * 20,), 3, f"A: {'b ' * 20}.", ""),
+])  # fmt: skip
+def test_a_sentence_has_as_many_clauses_as_fit(
+    clauses: tuple[str, ...], least: int, line: str, details: str
+) -> None:
+    """In 20 words, at least so many; of fewer clauses than that all."""
+    assert gate_findings.first_clauses("A", clauses, least=least) == (line, details)

@@ -18,6 +18,7 @@ from gate_rows import planned, row
 from test_github import NAMES
 
 from numdev import report as reports
+from numdev.errors import UsageError
 from numdev.report import Axis, Curve, Figure, Finding, Point, Provenance, Tick
 from numdev.report.document import (
     Cell,
@@ -32,7 +33,7 @@ from numdev.report.document import (
     heat_map,
     table,
 )
-from numdev.report.renderers import html, markdown, svg_chart
+from numdev.report.renderers import html, markdown, svg_chart, terminal
 from numdev.report.safe_text import plain
 
 XS = (64.0, 128.0, 256.0, 1024.0)
@@ -381,6 +382,7 @@ def test_a_bar_is_as_long_as_its_parts() -> None:
     alone = html.page(Document("d", (StackedBars(bars.bars[:1], "Budget"),)))
     assert "<span>b 150 %</span>" in alone
     assert "<span>b</span>" in page
+    assert StackedBars((), "Budget").longest == 1.0
 
 
 def drawn(figure: Figure, along: Axis | None = None) -> ET.Element:
@@ -448,3 +450,32 @@ def test_no_line_ends_within_a_number_and_its_unit(
     """Nor within a date, or what follows ±; a name that has digits may be broken."""
     shown = html.page(Document("t", (Paragraph(text),)))
     assert re.findall('<span class="one">(.*?)</span>', shown) == unbroken
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in SAMPLES if p.stem not in ("audit", "sweep")], ids=lambda p: p.stem
+)
+def test_a_report_without_rows_by_head_draws_no_figure(path: Path) -> None:
+    """In one line, whatever its rows are, and whether matplotlib is installed or not."""
+    with pytest.raises(UsageError, match=r"plot: no row of out in .* has floor_ratio"):
+        reports.read(path).plot()
+
+
+@pytest.mark.parametrize(("system", "line"), [
+    ({"packages": {"torch": "2.13"}, "cpu": "EPYC", "cpu_capability": "AVX2"}, "torch 2.13 on EPYC (AVX2). "),
+    ({"packages": {"torch": "2.13"}, "cpu": "EPYC"}, "torch 2.13 on EPYC. "),
+    ({"packages": {"torch": "2.13"}, "cpu_capability": "AVX2"}, "torch 2.13 on AVX2. "),
+    ({"packages": {"torch": "2.13"}}, "torch 2.13. "), ({"gpu": "H200"}, "H200. "), ({}, ""),
+])  # fmt: skip
+def test_an_origin_says_what_is_known(
+    system: dict[str, object], line: str, capsys: Any
+) -> None:
+    """A report of a machine of which some or all is not known."""
+    shown = reports.read(sample("bounds"))
+    origin = shown.provenance.model_copy(update={"system": system, "source": {}})
+    shown = shown.model_copy(update={"provenance": origin})
+    terminal.show(shown)
+    assert f"\n{line}numdev {origin.numdev}." in capsys.readouterr().out
+    page = html.page(shown)
+    assert "None" not in page
+    assert ("<td>CPU" in page or "CPU</th>" in page) == ("cpu" in str(system))

@@ -280,6 +280,11 @@ def test_noise_of_gradients_counts() -> None:
     still, noisy = row(0, noise=0.0), row(1, tensor="dq", noise=0.024)
     assert of(summarise([still, noisy]), "sdpa-flash").noise == pytest.approx(3.0)
     assert of(summarise([still]), "sdpa-flash").noise == 0.0
+    exact = row(1, noise=0.3, floor_ratio=None)  # beside a floor without an error
+    assert of(summarise([exact]), "sdpa-flash").noise is None
+    assert of(summarise([still, exact]), "sdpa-flash").noise is None
+    assert of(summarise([exact, noisy]), "sdpa-flash").noise == pytest.approx(3.0)
+    assert of(summarise([row(noise=None)]), "sdpa-flash").noise is None
 
 
 def test_options_make_a_kernel_of_its_own() -> None:

@@ -428,6 +428,40 @@ def test_a_peak_stands_above_both_ends_and_a_ratio_has_its_interval() -> None:
     )
 
 
+@pytest.mark.parametrize("scale", ["log", "category"])
+@pytest.mark.parametrize(
+    "means", [(1.0, 1.5), (2.0, 1.5, 1.0), (1.0, 9.0, 2.0), (1.5, 1.6), (0.0, 1.0)]
+)
+@pytest.mark.parametrize("width", [None, 0.1, 1.0])
+def test_a_curve_below_zero_reads_as_its_mirror_image(
+    means: tuple[float, ...], width: float | None, scale: str
+) -> None:
+    """A bias of -1 moves as one of 1 does, and no point is told twice."""
+    lines = []
+    for sign in (1, -1):
+        curves, grid = curve_of([sign * mean for mean in means])
+        grid.axis.scale = scale
+        cells = curves["rms", (), "k"]
+        for at, cell in cells.items() if width else ():
+            ends = {"low": cell.mean - width, "high": cell.mean + width}
+            cells[at] = cell.model_copy(update=ends)
+        (line,) = sentences(curves, grid, "base")
+        assert len(set(re.findall("at .", line))) == line.count(" at ")
+        lines.append(line.replace("-", ""))
+    assert lines[0] == lines[1]
+
+
+@pytest.mark.parametrize(("low", "high", "moves"), [(0.9, 1.1, True), (-1.5, 1.5, False)])
+def test_a_change_of_sign_is_a_move(low: float, high: float, moves: bool) -> None:
+    """From -1 to 1 where the intervals do not meet."""
+    curves, grid = curve_of((-1.0, 1.0))
+    cells = curves["rms", (), "k"]
+    cells["0"] = cells["0"].model_copy(update={"low": -high, "high": -low})
+    cells["1"] = cells["1"].model_copy(update={"low": low, "high": high})
+    (line,) = sentences(curves, grid, "base")
+    assert ("moves little" in line) is not moves
+
+
 def test_only_curves_that_move_have_a_sentence() -> None:
     """By more than a quarter where the intervals do not meet, and by more than twice where
     they do. The others are named together, each with its last number; so is a curve of one

@@ -523,7 +523,7 @@ def _finding_of_fault(fault: Fault, named: Places, before: int) -> Finding:
     observed = _shown_number(verdict, rows)
     step = _common_imprecise_step(rows) if fault.cause is None else None
     fields = _test_fields(verdict, observed, named.words)
-    fields |= _row_fields(rows, named.words.unit)
+    fields |= _row_fields(rows)
     fields["suspicion"] = next(iter(fault.causes), "")
     metric = verdict.metric or ""
     start = f"{label(verdict)} ({', '.join(formats)}) "
@@ -740,10 +740,10 @@ def _test_fields(
     }
 
 
-def _row_fields(rows: Rows, unit: str) -> dict[str, object]:
+def _row_fields(rows: Rows) -> dict[str, object]:
     """Returns the fields of the templates of `WRONG` that rows fill, by name: counts are
     sums over rows, all else is the worst row's or in words. `rows`: the worst first, at
-    least one; `unit`: what each is of, in words."""
+    least one."""
     worst = rows[0]
     fields: dict[str, object] = {
         name: sum(getattr(row, name) or 0 for row in rows)
@@ -881,9 +881,10 @@ def first_clauses(
     least: int = 0,
 ) -> Statement:
     """Returns a sentence of `name` and as many of the first clauses, at least `least`, as
-    make WORDS words, and the others as a sentence of the details. `clauses`: `least` or
-    more; `between`: what stands behind the name; `more`: how the details begin."""
-    for count in range(len(clauses), least - 1, -1):
+    make WORDS words, and the others as a sentence of the details. Of fewer clauses than
+    `least` all are in the line. `between`: what stands behind the name; `more`: how the
+    details begin."""
+    for count in range(len(clauses), min(least, len(clauses)) - 1, -1):
         line = f"{name}{between if count else ''}{'; '.join(clauses[:count])}."
         if len(line.split()) <= WORDS:
             break

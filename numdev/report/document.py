@@ -161,8 +161,8 @@ class StackedBars:
     @property
     def longest(self) -> float:
         """Returns which share the longest bar, as wide as the page, stands for: the
-        largest sum of a bar's parts, 1 at least. Needs a bar."""
-        return max(1.0, *(sum(parts.values()) for _, parts in self.bars))
+        largest sum of a bar's parts, 1 at least and where there is no bar."""
+        return max([1.0, *(sum(parts.values()) for _, parts in self.bars)])
 
 
 @dataclass(frozen=True)

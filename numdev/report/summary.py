@@ -98,9 +98,10 @@ def _kernel_summary(rows: Sequence[DeviationRow], places: Places) -> KernelSumma
     statuses = [row.status for row in rows]
     whys = (row.reason for row in rows if row.reason != "reference-limited")
     reasons = dict.fromkeys(why for why in whys if why is not None)
-    # Over the floor's error; 0 where all runs gave the same bits
+    # Over the floor's error; 0 where all runs gave the same bits, None where they did not
+    # in a head whose floor has no error
     noise = [noise_ratio(row) for row in rows if row.noise is not None]
-    noisiest = max((x for x in noise if x is not None), default=0.0) if noise else None
+    noisiest = max((x for x in noise if x is not None), default=None)
     largest = max((row.max_abs for row in ok if row.max_abs is not None), default=None)
     sampled = max((row.rows_measured or 0 for row in ok if row.sampled), default=None)
     suspects = max((row.suspects or 0 for row in ok), default=0)
@@ -129,7 +130,7 @@ def _kernel_summary(rows: Sequence[DeviationRow], places: Places) -> KernelSumma
         rows_measured=sampled,
         suspects=suspects or None,
         expected_ratio_interval=worst.interval.get("expected_ratio"),
-        noise=noisiest,
+        noise=None if noisiest == 0 and None in noise else noisiest,
         biased_heads=_biased_head_count(ok),
         gradients=gradients,
         phases=phases,

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from operator import itemgetter
 from typing import Literal
 
 import numpy as np
@@ -365,7 +366,7 @@ def sentences(lines: Lines, grid: Grid, baseline: str) -> tuple[str, ...]:
     and how many more. Then comes one sentence on the curves that do not move, each with
     its last number. Of roles other than `kernel` only the baseline is told. The ratio is
     of the last point; where the axis has no order, the ends are the least and the largest
-    mean. A peak twice as high as both ends stands between them."""
+    mean in magnitude. A peak twice as high as both ends stands between them."""
     moving, still = [], []
     for (metric, place, label), cells in sorted(
         lines.items(), key=lambda x: x[0][2] == baseline
@@ -400,29 +401,55 @@ def _moves(cells: Mapping[str | None, CellRow]) -> bool:
     """Whether a curve moves along the axis. Its largest mean is more than MOVED times its
     least, both in magnitude, and their intervals do not meet; or it is more than
     SURELY_MOVED times its least, since two seeds give intervals that meet whatever
-    happens. False for a curve of one point, or of zeros. `cells`: at least one with a
-    mean."""
-    sized = [(abs(cell.mean), cell) for cell in cells.values() if cell.mean is not None]
-    least, most = (end(sized, key=lambda pair: pair[0]) for end in (min, max))
-    low, high = most[1].low, least[1].high
+    happens; or there are means below 0 and above it, and their intervals do not meet.
+    Where all are below 0 their mirror image is judged. False for a curve of one point, or
+    of zeros. `cells`: at least one with a mean."""
+    spans = [
+        (cell.mean, cell.low, cell.high)
+        for cell in cells.values()
+        if cell.mean is not None
+    ]
+    (lowest, _, up_to), (highest, down_to, _) = (
+        end(spans, key=itemgetter(0)) for end in (min, max)
+    )
+    if (
+        lowest < 0 < highest
+        and up_to is not None
+        and down_to is not None
+        and up_to < down_to
+    ):
+        return True
+    sizes = [_magnitude(*span) for span in spans]
+    (least, _, high), (most, low, _) = (
+        end(sizes, key=itemgetter(0)) for end in (min, max)
+    )
     is_apart = low is None or high is None or low > high
-    return most[0] > (MOVED if is_apart else SURELY_MOVED) * least[0]
+    return most > (MOVED if is_apart else SURELY_MOVED) * least
+
+
+def _magnitude(
+    mean: float, low: float | None, high: float | None
+) -> tuple[float, float | None, float | None]:
+    """Returns a mean and the ends of its interval, mirrored where the mean is below 0."""
+    if mean >= 0:
+        return mean, low, high
+    return -mean, None if high is None else -high, None if low is None else -low
 
 
 def _end_points(
     cells: Mapping[str | None, CellRow], *, by_size: bool
 ) -> list[tuple[float, str | None, CellRow]]:
     """Returns mean, value on the axis and cell of a curve's first and last point, or of
-    its least and largest (`by_size`); between them a peak twice as high as both. One
-    point alone where no other has a mean, empty where none has."""
+    its least and largest (`by_size`); between them a peak twice as high as both. Sizes
+    are magnitudes. One point alone where no other has a mean, empty where none has."""
     ends = [
         (cell.mean, value, cell) for value, cell in cells.items() if cell.mean is not None
     ]
     if by_size:
-        ends.sort(key=lambda end: end[0])
-    most = max(ends, key=lambda end: end[0], default=None)
+        ends.sort(key=lambda end: abs(end[0]))
+    most = max(ends, key=lambda end: abs(end[0]), default=None)
     ends = [*ends[:1], *ends[1:][-1:]]
-    if most and most[0] > 2 * max(end[0] for end in ends):
+    if most and abs(most[0]) > 2 * max(abs(end[0]) for end in ends):
         ends.insert(1, most)
     return ends
 

@@ -76,7 +76,8 @@ class KernelSummary(OfKernel, _OverHeads):
     expected_ratio_interval: tuple[float, float] | None = None
     gradients: tuple[PartSummary, ...] = ()
     phases: tuple[PartSummary, ...] = ()
-    # The largest, over the floor's rms; 0: same bits; None: ran once
+    # The largest, over the floor's rms; 0: same bits; None: ran once, or it differs where
+    # the floor has no error
     noise: float | None = None
     # Null where too few independent sequences tell of a bias
     biased_heads: int | None = None

@@ -27,11 +27,12 @@ def draw(
     """Draws a heat map of magnitudes for each kernel, layers down and heads across, and
     returns the axes, one for each. Of several rows of a head (calls, seeds) it shows the
     largest. `format`: None: the report's first. Raises UsageError without matplotlib, for
-    an unknown metric, and where no row has the number."""
+    an unknown metric, and where no row of a head has the number."""
     if metric not in DeviationRow.model_fields:
         hint = closest(metric, DeviationRow.model_fields)
         raise UsageError(f"plot: no metric {metric!r}", hint=hint)
-    every: Sequence[DeviationRow] = getattr(report, "rows", ())
+    rows: Sequence[object] = getattr(report, "rows", ())  # of each kind its own
+    every = [row for row in rows if isinstance(row, DeviationRow)]
     format, places = format or next((r.format for r in every), ""), Places(every)
     records = [
         (label(row), places.layer(row), row.head or 0, abs(value))
@@ -40,9 +41,8 @@ def draw(
         if isinstance(value := getattr(row, metric), int | float) and value
     ]
     if not records:
-        raise UsageError(
-            f"plot: no row of {tensor} in {format or 'any format'} has {metric}"
-        )
+        where = f"{tensor} in {format or 'any format'}"
+        raise UsageError(f"plot: no row of {where} has {metric}")
     try:
         from matplotlib import pyplot
     except ImportError:

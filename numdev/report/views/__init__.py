@@ -289,8 +289,7 @@ def _reproducer(finding: Finding, directory: Path | None) -> tuple[str, str] | N
 
 def _origin_nodes(report: Report) -> Iterator[doc.Node]:
     """Yields where the numbers come from: a table on the page, a line or two in the
-    terminal. What is not known is left out, but for the CPU (`None (None)`) and, in the
-    terminal, torch's version (`?`)."""
+    terminal. What is not known is left out."""
     origin, system, source = (
         report.provenance,
         report.provenance.system,
@@ -298,7 +297,8 @@ def _origin_nodes(report: Report) -> Iterator[doc.Node]:
     )
     packages = system.get("packages")
     packages = packages if isinstance(packages, dict) else {}
-    where = f"{system.get('cpu')} ({system.get('cpu_capability')})"
+    cpu, instructions = system.get("cpu"), system.get("cpu_capability")
+    where = f"{cpu} ({instructions})" if cpu and instructions else cpu or instructions
     pairs = {
         "command": origin.command,
         "made": origin.created,
@@ -314,10 +314,10 @@ def _origin_nodes(report: Report) -> Iterator[doc.Node]:
     table = doc.text_table(("", ""), cells, only=doc.TEXT)
     yield doc.Details(title.text, (title, table), doc.TEXT)
     read = map(source.get, ("checkpoint", "tensors", "config", "prompt", "captured_from"))
-    line = (
-        f"{', '.join(str(x) for x in read if x)}. torch {packages.get('torch', '?')} on "
-        f"{system.get('gpu') or where}. numdev {origin.numdev}."
-    )
+    torch = "torch" in packages and f"torch {packages['torch']}"
+    machine = " on ".join(str(x) for x in (torch, system.get("gpu") or where) if x)
+    parts = (", ".join(str(x) for x in read if x), machine, f"numdev {origin.numdev}")
+    line = f"{'. '.join(filter(None, parts))}."
     counts = sorted(
         {case.threads for case in getattr(report, "cases", ()) if case.threads}
     )
