@@ -1605,8 +1605,9 @@ class Checked:
     def of_nonfinite(self, text: str, full: Mapping[str, Any]) -> Iterator[Claim]:
         tensor, (fmt,) = full["tensor"], full["formats"]
         count = re.search(
-            r"returns (\d+) elements of ([\w -]+?) that are NaN or infinite where the "
-            r"exact result is finite(, or the reverse)?\.$",
+            r"returns (\d+) elements of ([\w -]+?) that are (NaN or infinite where the "
+            r"exact result is finite|finite where the exact result, rounded once, is not"
+            r"|finite, infinite or NaN unlike the exact result)\.$",
             text,
         )
         if count is None:

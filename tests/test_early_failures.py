@@ -35,8 +35,8 @@ def test_a_failure_is_told_once() -> None:
     assert early_sentences([], wrong, wrong, other) == [
         "FAIL, by m alone: mine (bfloat16) is inaccurate in 2 of 2 heads: error of the output "
         "up to 3.00× expected (limit 1.1×).",
-        "FAIL, by m alone: mine (float16) returns 3 elements of the output that are NaN or "
-        "infinite where the exact result is finite, or the reverse.",
+        "FAIL, by m alone: mine (float16) returns 3 elements of the output that are finite, "
+        "infinite or NaN unlike the exact result.",
     ]  # fmt: skip
     assert early_sentences([row(role="baseline", expected_ratio=9.0)]) == []
 

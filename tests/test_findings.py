@@ -3,16 +3,21 @@ otherwise."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any
 
 import pytest
+import torch
 from gate_rows import control, findings_of, judge, planned, row
+from oracles import make_case
 
+import numdev
 from numdev.gate import findings as gate_findings
 from numdev.gate.judgement import Test
 from numdev.gate.rules import Rules, default_rules
 from numdev.gate.thresholds import run_tests
-from numdev.report import DeviationRow, Finding, Standing
+from numdev.report import BesideReference, DeviationRow, Finding, Standing
 
 
 def of_rows(*rows: DeviationRow) -> tuple[Finding, ...]:
@@ -347,3 +352,61 @@ def test_a_sentence_has_as_many_clauses_as_fit(
 ) -> None:
     """In 20 words, at least so many; of fewer clauses than that all."""
     assert gate_findings.first_clauses("A", clauses, least=least) == (line, details)
+
+
+FLOOR = {"role": "floor", "kernel": "floor", "expected_ratio": None}
+LOST, TURNED, UNLIKE = (
+    "NaN or infinite where the exact result is finite",
+    "finite where the exact result, rounded once, is not",
+    "finite, infinite or NaN unlike the exact result",
+)
+
+
+@pytest.mark.parametrize(("floor", "elements", "changes", "words"), [
+    (100, 93, {}, LOST),  # every element that is lost the exact result has
+    (100, 90, {"overflow": 3}, LOST),  # as many more where the rounding model has them too
+    (100, 96, {}, UNLIKE),  # 4 are NaN, 3 are finite where the exact result is not
+    (93, 100, {}, UNLIKE), (93, 93, {}, UNLIKE), (None, 93, {}, UNLIKE),
+    (0, 0, {}, TURNED), (0, 0, {"sampled": True, "rows_measured": 4}, UNLIKE),
+    (0, 0, {"beside_reference": BesideReference()}, UNLIKE),  # or inf in place of NaN
+    (100, 93, {"out_format": "float16"}, UNLIKE),  # of which the floor is another
+])  # fmt: skip
+def test_elements_unlike_the_exact_result_are_called_what_they_are(
+    floor: int | None, elements: int, changes: Any, words: str
+) -> None:
+    """Seven count, either way: which way is said where the floor's row shows it of all."""
+    rows = [row(nonfinite=7, elements=elements, **changes)]
+    rows += [row(elements=floor, **FLOOR)] if floor is not None else []
+    (finding,) = (
+        f for f in findings_of(rows, default_rules())[0] if f.metric == "nonfinite"
+    )
+    assert (
+        finding.sentence
+        == f"mine (bfloat16) returns 7 elements of the output that are {words}."
+    )
+    assert len(finding.sentence.split()) <= 20
+
+
+def test_heads_that_differ_in_what_is_shown_are_called_by_what_holds_of_all() -> None:
+    rows = [row(0, nonfinite=7, elements=93), row(1, nonfinite=7, elements=0)]
+    rows += [row(0, elements=100, **FLOOR), row(1, elements=0, **FLOOR)]
+    (finding,) = (
+        f for f in findings_of(rows, default_rules())[0] if f.metric == "nonfinite"
+    )
+    assert finding.sentence.endswith(
+        f"returns 14 elements of the output that are {UNLIKE}."
+    )
+
+
+def test_finite_numbers_in_place_of_nan_are_not_called_nan() -> None:
+    """With all keys NaN the exact result and its log-sum-exp are NaN; PyTorch's fused kernel
+    for a CPU returns 0 for the latter, this kernel for both."""
+    case = make_case(heads=2, q_len=8, kv_len=8, dtype=torch.float32)
+    lost = dataclasses.replace(case, k=torch.full_like(case.k, math.nan))
+    kernels = [lambda q, k, v: torch.zeros_like(q), "sdpa-flash"]
+    report = numdev.audit(cases=lost, kernels=kernels, formats="bfloat16", device="cpu")
+    ends = {
+        (f.tensor, f.count, f.sentence.partition(" that are ")[2])
+        for f in report.findings
+    }
+    assert ends == {("out", 2, f"{TURNED}."), ("lse", 2, f"{UNLIKE}.")}

@@ -196,7 +196,7 @@ def test_finite_numbers_in_place_of_nan_are_told_as_that() -> None:
     result = check_beside(
         lambda x: x.nan_to_num() * 2, reference=lambda x: x * 2, inputs=with_nan
     )
-    assert "where the exact result is finite, or the reverse" in result.in_short
+    assert "that are finite, infinite or NaN unlike the exact result" in result.in_short
 
 
 def test_a_function_that_leaves_the_program_is_told_with_its_code() -> None:

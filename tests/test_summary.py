@@ -173,8 +173,8 @@ def test_what_overflows_is_said() -> None:
     ).endswith(
         "bfloat16: Rounding q, k, v to bfloat16 overflows: 5 elements of the exact "
         "result are no "
-        "longer finite. bfloat16: Eager attention returns 7 elements that are NaN "
-        "or infinite."
+        "longer finite. bfloat16: Eager attention returns 7 elements that are finite, "
+        "infinite or NaN unlike the exact result."
     )
 
 

@@ -151,7 +151,7 @@ thresholds:
     ([row(kernel="b", status="skipped", reason="x", head=None)], "no row matches"),
     ([], "No kernel under audit was measured."),
     ([row()], "catches scale (caught from 0.01) could not be judged"),
-    ([row(nonfinite=7)], "returns 7 elements of the output that are NaN or infinite"),
+    ([row(nonfinite=7)], "returns 7 elements of the output that are finite, infinite or NaN"),
 ])  # fmt: skip
 def test_what_is_not_passed_is_said(
     tmp_path: Path, capsys: Any, rows: Any, words: str

@@ -24,7 +24,7 @@ from numdev.gate.judgement import (
     Statement,
     Test,
 )
-from numdev.gate.row_checks import INFERRED, OVERFLOWS, Rows
+from numdev.gate.row_checks import INFERRED, Rows
 from numdev.gate.thresholds import NOTHING
 from numdev.grouping import grouped
 from numdev.metrics.row_metrics import Value, lse_error, value_of
@@ -46,8 +46,7 @@ from numdev.tensor_specs import ATTENTION_WORDS, Words, tensor_spec
 # in how many heads, where there are words left for it; `{up_to}` and `{of_units}` say of
 # which head the number is.
 WRONG = {
-    "nonfinite": "returns {nonfinite} elements of {tensor} that are NaN or infinite "
-    "where the exact result is finite{reverse}",
+    "nonfinite": "returns {nonfinite} elements of {tensor} that are {unlike}",
     "empty_nonfinite": "returns NaN or infinity in fully masked rows of {tensor}: "
     "{empty_nonfinite} elements in {empty_rows} rows",
     "suspicion": "is wrong{units}: {suspicion}",
@@ -96,7 +95,11 @@ MORE = {
     "lse_error": "The backward pass uses it.",
 }
 WORDS = 20  # of a sentence
-REVERSE = ", or the reverse"
+# How elements that count in `nonfinite` are unlike the exact result, which is counted as
+# one number: where all are NaN or infinite, all are finite, or that is not known
+NOT_FINITE = "NaN or infinite where the exact result is finite"
+NOT_ALIKE = "finite where the exact result, rounded once, is not"
+UNLIKE = "finite, infinite or NaN unlike the exact result"
 REASONS = 3  # of a verdict that nothing could be judged: in its line, and below it
 OF_SOURCE = ("reading", "finite weights")  # rules whose reasons no kernel's verdict has
 
@@ -223,7 +226,7 @@ def findings_in(
     """Returns the findings of a judgement of rows, and sentences on what was tested, in
     the `words` of their operation."""
     findings = [
-        *_limit_findings(judgement.tests, Places(rows, words)),
+        *_limit_findings(judgement.tests, Places(rows, words), rows),
         *run_findings(judgement.tests, words),
     ]
     tested = [
@@ -242,10 +245,13 @@ def joined_words(words: Iterable[str]) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
-def _limit_findings(tests: Sequence[Test], named: Places) -> Iterator[Finding]:
+def _limit_findings(
+    tests: Sequence[Test], named: Places, every: Rows
+) -> Iterator[Finding]:
     """Yields a finding for each fault, in the order of the rules: but a mistake that does
     not explain the head that errs most comes after the finding on that head. Gradients
-    that are wrong because the output is have no finding: the output's says so."""
+    that are wrong because the output is have no finding: the output's says so. `every`:
+    the rows of all kernels, the floor's too."""
     faults = _faults(tests)
     if not faults:
         return
@@ -267,7 +273,7 @@ def _limit_findings(tests: Sequence[Test], named: Places) -> Iterator[Finding]:
             at_of[number] = len(findings)
             before = len(fault.rows) - len(named_first)
             findings.append(
-                _finding_of_fault(fault._replace(rows=named_first), named, before)
+                _finding_of_fault(fault._replace(rows=named_first), named, before, every)
             )
     also = _other_failed_rules(faults, owner, at_of)
     inherits = _inherited_flags(findings)
@@ -511,9 +517,10 @@ def _relative_error(row: DeviationRow) -> float:
     return ratio or 0.0
 
 
-def _finding_of_fault(fault: Fault, named: Places, before: int) -> Finding:
+def _finding_of_fault(fault: Fault, named: Places, before: int, every: Rows) -> Finding:
     """Returns the finding on a fault, with its sentence, place and cause. `named` puts
-    places in words; `before`: how many of its rows earlier findings name."""
+    places in words; `before`: how many of its rows earlier findings name; `every`: the
+    rows of all kernels."""
     tests = list({id(test): test for test, _ in fault.rows}.values())
     verdict, rows = tests[0], [judged_row.row for _, judged_row in fault.rows]
     formats = tuple(dict.fromkeys(test.format or "" for test in tests))
@@ -526,6 +533,8 @@ def _finding_of_fault(fault: Fault, named: Places, before: int) -> Finding:
     fields |= _row_fields(rows)
     fields["suspicion"] = next(iter(fault.causes), "")
     metric = verdict.metric or ""
+    if metric == "nonfinite":
+        fields["unlike"] = _unlike_the_exact(rows, every)
     start = f"{label(verdict)} ({', '.join(formats)}) "
     count = _Count(len(rows), judged, before, named.words.unit)
     sentence, is_counted = _counted_sentence(
@@ -735,7 +744,6 @@ def _test_fields(
         "tensor": spec.in_words,
         "operation": words.operation,
         "plain": words.plain,
-        "reverse": REVERSE if verdict.format in OVERFLOWS else "",
         "allowed": f"limit {bound}×" if verdict.bound else "expected: identical bits",
     }
 
@@ -749,8 +757,6 @@ def _row_fields(rows: Rows) -> dict[str, object]:
         name: sum(getattr(row, name) or 0 for row in rows)
         for name in ("nonfinite", "empty_nonfinite", "empty_rows")
     }
-    if worst.beside_reference is not None:  # in these both ways are counted
-        fields["reverse"] = REVERSE
     return fields | {
         "sampled": " sampled" if worst.sampled else "",
         "claim": _rounding_model_in_words(rows),
@@ -761,6 +767,46 @@ def _row_fields(rows: Rows) -> dict[str, object]:
         "sequences": worst.sequences,
         **_reference_fields(worst),
     }
+
+
+def _unlike_the_exact(rows: Rows, every: Rows) -> str:
+    """Returns in words how the elements that count in `nonfinite` of these rows, at least
+    one, are unlike the exact result: NOT_FINITE or NOT_ALIKE where the floor's rows among
+    `every` show it of all of them, else UNLIKE. The floor has as many elements as the
+    exact result, rounded once, has finite ones."""
+    keys = {_result_key(row) for row in rows}
+    floors = {
+        key: row.elements
+        for row in every
+        if row.role == "floor" and (key := _result_key(row)) in keys
+    }
+    ways = {_unlike_of_row(row, floors.get(_result_key(row))) for row in rows}
+    return ways.pop() if len(ways) == 1 else UNLIKE
+
+
+def _result_key(row: DeviationRow) -> tuple[object, ...]:
+    """Returns the key of a tensor of a unit, in a call and in the format it is returned
+    in: what one floor is of."""
+    return *_call_key(row), row.out_format, row.tensor, row.head
+
+
+def _unlike_of_row(row: DeviationRow, finite: int | None) -> str:
+    """Returns how the elements that count in a row's `nonfinite` are unlike the exact
+    result, as `_unlike_the_exact`. `finite`: elements of the floor's row; None: there is
+    none.
+
+    Elements of the row are those that are finite, and of the exact result too. Each other
+    that the floor has is lost to NaN or infinity. Each that it does not have (it rounded
+    to infinity) is in the row's alone, and makes the difference less than the count."""
+    if finite is None or row.elements is None:
+        return UNLIKE
+    if finite - row.elements == (row.nonfinite or 0) + (row.overflow or 0):
+        return NOT_FINITE
+    # Beside a reference infinity in place of NaN counts too, and of rows that a sample
+    # leaves out the floor has none
+    if finite == 0 and row.beside_reference is None and not row.sampled:
+        return NOT_ALIKE
+    return UNLIKE
 
 
 def _reference_fields(row: DeviationRow) -> dict[str, object]:

@@ -226,7 +226,10 @@ def _answer_sentences(
             "the exact result are no longer finite."
         )
     if plain is not None and plain.nonfinite:
-        yield (f"{baseline} returns {plain.nonfinite} elements that are NaN or infinite.")
+        yield (
+            f"{baseline} returns {plain.nonfinite} elements that are finite, infinite or "
+            "NaN unlike the exact result."
+        )
     if kernel is None:
         return
     multiple = kernel.flash_vs_precision

@@ -324,7 +324,8 @@ def _head_cell(
     about += f", max error {si(row.max_abs)}"
     if row.nonfinite:
         about = (
-            f"{row.nonfinite} elements that are NaN or infinite; of the others {about}"
+            f"{row.nonfinite} elements that are finite, infinite or NaN unlike the exact "
+            f"result; of the others {about}"
         )
         return Cell("NaN", 4, style="bad", title=about, heat=100, id=name)
     return Cell(
