@@ -274,6 +274,18 @@ def test_errors_are_pooled_over_elements() -> None:
     assert (k.mean_abs, k.max_abs) == (2.0, 7.0)
 
 
+def test_a_count_that_is_not_known_is_no_zero() -> None:
+    """And its kernel is not spoken of as one whose output is finite."""
+
+    def counts(*nonfinite: int | None) -> tuple[int | None, bool]:
+        summary = summarise([row(h, nonfinite=n) for h, n in enumerate(nonfinite)])
+        return of(summary, "sdpa-flash").nonfinite, bool(summary.answer)
+
+    assert [counts(*x) for x in ((0, 0), (0, None), (None,), (3, None))] == [
+        (0, True), (None, False), (None, False), (3, False),
+    ]  # fmt: skip
+
+
 def test_noise_of_gradients_counts() -> None:
     """A kernel with atomic adds in backward alone is not reproducible: the largest noise,
     over the floor's error; the same bits in every run are 0."""

@@ -77,13 +77,13 @@ def _rank_in_format(kernel: KernelSummary) -> tuple[int, bool, float]:
     """Returns the order of a kernel among those of its format: the floor first, the cost
     of the format (the role `precision`) last. Between them kernels come by their error
     over the baseline's, or over the floor's where that is missing; those with elements
-    that are not finite after the others. The baseline's is the same for kernels that
-    return another format."""
+    that are not finite, or may not be, after the others. The baseline's is the same for
+    kernels that return another format."""
     order = 0 if kernel.role == "floor" else 2 if kernel.role == "precision" else 1
     ratios = (kernel.baseline_ratio, kernel.floor_ratio)
     return (
         order,
-        kernel.nonfinite > 0,
+        kernel.nonfinite != 0,
         next((r for r in ratios if r is not None), math.inf),
     )
 
@@ -154,9 +154,11 @@ def _fields_over_heads(
     the largest (`_worst`), and the layer and head that have it (`_where`), and the counts
     `ok` and `nonfinite`. A metric of which no head has a number is left out. `ok`:
     measured rows."""
+    counts = [row.nonfinite for row in ok]
+    nonfinite = sum(count or 0 for count in counts)
     fields: dict[str, object] = {
         "ok": len(ok),
-        "nonfinite": sum(row.nonfinite or 0 for row in ok),
+        "nonfinite": None if nonfinite == 0 and None in counts else nonfinite,
     }
     for metric in METRICS:
         values = {
@@ -199,9 +201,9 @@ def _answer_sentences(
 ) -> Iterator[str]:
     """Yields sentences on one format: what overflows, and how far a flash kernel is from
     eager attention, or what else is the baseline by the `words` of the operation, beside
-    what the format costs. A kernel with a finding, or one whose output is not finite, is
-    not spoken of: its verdict says it. Of several kernels it is the first that is not in
-    HEADLINE, else the first of HEADLINE."""
+    what the format costs. A kernel with a finding, or one whose output is not finite or
+    may not be, is not spoken of: its verdict says it. Of several kernels it is the first
+    that is not in HEADLINE, else the first of HEADLINE."""
     standard = {k.role: k for k in kernels}
     precision, plain = standard.get("precision"), standard.get("baseline")
     usual = {name: place for place, name in enumerate(HEADLINE)}
@@ -212,7 +214,7 @@ def _answer_sentences(
             for k in kernels
             if k.role == "kernel"
             and k.max_abs is not None
-            and not k.nonfinite
+            and k.nonfinite == 0
             and (k.kernel, str(k.options), k.format) not in accused
         ),
         key=lambda k: usual.get(k.kernel, -1),

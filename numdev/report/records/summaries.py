@@ -42,7 +42,7 @@ class _OverHeads(Record):
     that."""
 
     ok: int  # heads that were measured, of all calls
-    nonfinite: int = 0
+    nonfinite: int | None = 0  # None: of some heads it is not known, the others have 0
     floor_ratio: float | None = None
     floor_ratio_worst: float | None = None
     floor_ratio_where: str | None = None

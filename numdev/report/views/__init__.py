@@ -180,7 +180,7 @@ def _finding_details(
         for k in summaries
         if k
         and v.outcome == "exceeded"
-        and not k.nonfinite
+        and k.nonfinite == 0
         and (k.floor_ratio or MOST) < MOST
     ]
     sizes = [
