@@ -192,7 +192,7 @@ def test_an_error_is_value_less_reference() -> None:
     seen = observed(np.array([-1.0, 0.0, -3.0]), np.array([-1.5, -2.0, -3.0]))
     assert seen.errors.tolist() == [0.5, 2.0, 0.0]
     (effects,) = forced([seen], [seen.errors])
-    assert effects.counts == [1]
+    assert list(effects.counts) == [1]
     assert np.isnan(effects.effects[0]).tolist() == [False, True, False]
 
 

@@ -204,7 +204,7 @@ def _of_signs(dose: str, signs: Sequence[np.ndarray]) -> Effects:
     """Returns the effects of tokens that have no value once they are undone. `signs`:
     where they are, bool [n] each."""
     effects = Mapped(lambda sign: np.where(sign, np.nan, 0.0), signs)
-    return Effects(dose, effects, counts=[int(sign.sum()) for sign in signs])
+    return Effects(dose, effects, counts=Mapped(lambda sign: int(sign.sum()), signs))
 
 
 def invented(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
@@ -678,49 +678,61 @@ def cause_rows(
     squared error, and its effects; None where no dose of it can be tried. `noise`: by
     sequence the sum of the predicted error's square; `before`: how many causes are
     undone already."""
-    best = None
-    for effects in kind.find(sequences, errors):  # one dose in memory after the other
-        rows = _rows(side, kind, sequences, errors, noise, effects, before)
-        if best is None or _left(rows) < _left(best[0]):
-            best = rows, effects
-    return best
+    tried = list(kind.find(sequences, errors))
+    if not tried:
+        return None
+    effects = tried[0] if len(tried) == 1 else _best(kind, errors, tried)
+    return _rows(side, kind, sequences, errors, noise, effects, before), effects
 
 
-def _left(rows: Sequence[CauseRow]) -> float:
-    """Returns the squared error that undoing a cause leaves."""
-    return math.fsum(row.after for row in rows)
+def _best(kind: CauseKind, errors: Errors, tried: Sequence[Effects]) -> Effects:
+    """Returns the first dose of a cause of those that leave least squared error. The
+    sequences are gone through once for all doses: each may have to be read."""
+    left: list[list[float]] = [[] for _ in tried]
+    for i, d in enumerate(errors):
+        for effects, of_dose in zip(tried, left, strict=True):
+            of_dose.append(_squares(_changed(kind, d, effects.effects[i])[2]))
+    sums = list(map(math.fsum, left))
+    return tried[sums.index(min(sums))]
+
+
+def _changed(
+    kind: CauseKind, d: np.ndarray, effect: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns of the tokens of a sequence that have an error: the error, by how much
+    undoing the cause changes it, and what is left. A token that has no value once it is
+    undone keeps its error, or has none where the cause is known by such tokens."""
+    finite = np.isfinite(d)
+    lost = d if kind.counted or kind.drops else 0.0  # of a token that has no value then
+    change = np.where(np.isfinite(effect), effect, lost)[finite]
+    return d[finite], change, d[finite] if kind.is_size else d[finite] - change
 
 
 def _rows(
     side: str, kind: CauseKind, sequences: Sequences, errors: Errors,
     noise: Sequence[float], effects: Effects, stage: int,
 ) -> list[CauseRow]:  # fmt: skip
-    """Returns the rows of a cause of one dose. A token that has no value once it is
-    undone keeps its error, or has none where the cause is known by such tokens."""
+    """Returns the rows of a cause of one dose."""
     rows = []
     counts = effects.counts or [0] * len(sequences)
     tops = effects.alternatives or [(0.0, 0.0, 0.0)] * len(sequences)
     parts = zip(sequences, errors, effects.effects, noise, counts, tops, strict=True)
     for i, (seen, d, effect, square, count, top) in enumerate(parts):
-        finite = np.isfinite(d)
-        drops = kind.counted or kind.drops
-        lost = d if drops else 0.0  # of a token that has no value then
-        change = np.where(np.isfinite(effect), effect, lost)[finite]
-        errors_left = d[finite] if kind.is_size else d[finite] - change
-        before, after = _squares(d[finite]), _squares(errors_left)
-        product, noise_left = float((d[finite] * change).sum()), square * effects.scale**2
+        now, change, left = _changed(kind, d, effect)
+        product = float((now * change).sum())
+        noise_left = square * effects.scale**2
         if effects.predicted:
-            noise_left = _squares(np.nan_to_num(effects.predicted[i][finite]))
+            noise_left = _squares(np.nan_to_num(effects.predicted[i][np.isfinite(d)]))
         rows.append(
             CauseRow(
                 side=side,
                 cause=kind.name,
                 dose=effects.dose,
                 sequence=seen.sequence,
-                tokens=int(finite.sum()),
+                tokens=len(now),
                 count=count,
-                before=before,
-                after=after,
+                before=_squares(now),
+                after=_squares(left),
                 product=product,
                 effect=_squares(change),
                 noise=square,

@@ -7,6 +7,7 @@ it is gone when the process ends, however that ends. What is small stays in memo
 from __future__ import annotations
 
 import pickle
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from os import SEEK_END
 from tempfile import SpooledTemporaryFile
@@ -55,6 +56,7 @@ class ItemFile(Generic[T]):
 
     def __init__(self) -> None:
         self._file = SpooledTemporaryFile(MOST_IN_MEMORY)  # noqa: SIM115
+        weakref.finalize(self, self._file.close)
         self._last: tuple[ItemPlace, T] | None = None
 
     def write(self, item: T) -> ItemPlace:
