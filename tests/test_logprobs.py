@@ -504,6 +504,9 @@ def test_the_jackknife_of_a_mean_is_students_interval() -> None:
     within = jackknife(sums, lambda s: s["x"] / s["n"], within=(2.9, 3.1))
     assert within is not None
     assert (within.mean, within.low, within.high) == (3, 2.9, 3.1)
+    beyond = jackknife(sums, lambda s: s["x"] / s["n"], within=(0.0, 1.0))
+    assert beyond is not None
+    assert (beyond.low, beyond.high) == (pytest.approx(estimate.low), 3.0)
     assert jackknife([{"x": math.inf, "n": 1.0}], lambda s: s["x"]) is None
     huge = jackknife([{"x": x} for x in (1e300, 1.0, 1.0)], lambda s: s["x"])
     assert huge is not None

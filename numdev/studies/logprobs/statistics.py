@@ -204,7 +204,9 @@ def jackknife(
     if not math.isfinite(spread):
         return SequenceEstimate(mean=mean)
     half = student(n - 1, confidence) * spread
-    low, high = max(within[0], mean - half), min(within[1], mean + half)
+    # Of values that are no log-probabilities the number itself may be impossible
+    low = min(mean, max(within[0], mean - half))
+    high = max(mean, min(within[1], mean + half))
     return SequenceEstimate(mean=mean, low=low, high=high)
 
 
