@@ -33,7 +33,8 @@ from numdev.operations.function.problem_files import module_of, on_device
 from numdev.operations.function.process import FunctionProcess, Work
 from numdev.operations.function.reference import FunctionReference
 from numdev.operations.function.trees import Arguments
-from numdev.report import FunctionReport, read, write
+from numdev.report import FunctionReport, Outcome, read, write
+from numdev.report.number_text import three
 from numdev.studies.audit.functions import served
 from numdev.testing import CheckFailed, CheckResult, check_function, match
 
@@ -71,6 +72,25 @@ def test_what_is_rounded_once_is_as_exact_as_the_format_allows() -> None:
     assert (verdict.reason or "").startswith("as exact as the format allows; ")
     verdict = checked(examples.rms_norm).report.verdicts[0]
     assert (verdict.reason or "").startswith("as the reference; ")
+
+
+def test_what_passes_in_one_format_is_told_by_the_numbers_of_that_format() -> None:
+    """In float32, where it fails, its error is hundreds of times what is explained."""
+
+    def other_eps(x: Tensor, w: Tensor) -> Tensor:
+        return examples.rms_norm(x, w, 1e-4)
+
+    result = checked(other_eps, formats=["float32", "bfloat16"])
+    verdicts = {verdict.format: verdict for verdict in result.report.verdicts}
+    assert verdicts["float32"].outcome is Outcome.EXCEEDED
+    assert verdicts["bfloat16"].outcome is Outcome.PASSED
+    ratios = [
+        row.beside_reference.reference_ratio
+        for row in result.report.rows
+        if row.role == "kernel" and row.format == "bfloat16" and row.beside_reference
+    ]
+    largest = three(max(x for x in ratios if x is not None))
+    assert f"rms error up to {largest}× explained" in (verdicts["bfloat16"].reason or "")
 
 
 @pytest.mark.parametrize(

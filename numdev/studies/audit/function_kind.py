@@ -216,12 +216,13 @@ def _own_ratio(row: DeviationRow) -> float:
 
 
 def passing(report: FunctionReport, passed: Sequence[Test]) -> Statement:
-    """Returns the statement on a function that passed. It is `as exact as the format
-    allows` where no row errs by more than SOUND times the floor, else `as the reference`,
-    each with the largest error; without an error in floats `the reference's integers` or
-    `as the reference`. `passed`: its tests, at least one."""
-    name = passed[0].kernel
-    rows = [r for r in report.rows if r.role == "kernel" and r.kernel == name]
+    """Returns the statement on a function that passed in a format. It is `as exact as the
+    format allows` where no row errs by more than SOUND times the floor, else `as the
+    reference`, each with the largest error; without an error in floats `the reference's
+    integers` or `as the reference`. `passed`: its tests in that format, at least one."""
+    name, fmt = passed[0].kernel, passed[0].format
+    of_function = (r for r in report.rows if r.role == "kernel" and r.kernel == name)
+    rows = [r for r in of_function if r.format == fmt]
     over_floor = [row.floor_ratio for row in rows if row.floor_ratio is not None]
     numbers = [row.beside_reference for row in rows if row.beside_reference]
     ratios = [x.reference_ratio for x in numbers if x.reference_ratio is not None]
