@@ -34,7 +34,7 @@ from numdev.operations.function.reference import parameters_of_module
 from numdev.operations.function.trees import Arguments, outputs_of
 from numdev.report import FunctionReport, Outcome
 from numdev.studies.audit.function_for_script import ScriptTarget
-from numdev.studies.audit.function_kind import inputs_not_judged
+from numdev.studies.audit.function_kind import not_judged
 from numdev.studies.audit.function_power import parsed_tolerance
 from numdev.studies.audit.function_reproducer import reproducer_of
 from numdev.studies.audit.functions import (
@@ -271,7 +271,7 @@ def _result_of_report(
     """Returns the result of a check, its verdict in words. `passed` is whether the
     judgement's outcome is PASSED. `not_run`: sentences among the report's on what was not
     run; they go into `skipped`, all others into `notes`."""
-    open_ones = (*not_run, *inputs_not_judged(report.inputs))
+    open_ones = (*not_run, *not_judged(report))
     return CheckResult(
         kernel=str(report.request["target"]),
         passed=judgement.outcome is Outcome.PASSED,

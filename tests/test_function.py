@@ -399,6 +399,63 @@ def test_the_function_runs_before_anything_of_the_reference() -> None:
     assert "function" not in order[2:]
 
 
+def test_what_the_reference_sets_for_all_of_pytorch_is_set_back() -> None:
+    """Else the next call is drawn in another dtype, and has no gradients."""
+
+    def setting(x: Tensor, w: Tensor) -> Tensor:
+        torch.set_default_dtype(torch.float64)
+        torch.set_grad_enabled(False)
+        torch.set_float32_matmul_precision("medium")
+        torch.set_num_threads(torch.get_num_threads() + 1)  # it would wait in a fork
+        return examples.rms_norm(x, w)
+
+    def modes() -> tuple[object, ...]:
+        return (torch.get_default_dtype(), torch.is_grad_enabled(),
+                torch.get_float32_matmul_precision(), torch.get_num_threads())  # fmt: skip
+
+    before = modes()
+    result = checked(
+        examples.fused, reference=setting, inputs=None, shapes="x=16x64,w=64",
+        formats=["bfloat16", "float32"], backward=True,
+    )  # fmt: skip
+    assert modes() == before
+    assert result.passed, str(result)
+    assert {row.format for row in result.report.rows} == {"bfloat16", "float32"}
+    assert "Gradients are not judged (float32)" in " ".join(result.skipped)
+
+
+def test_gradients_that_the_reference_has_none_of_are_told() -> None:
+    """A pass is of the output alone, and says so."""
+
+    def detached(x: Tensor, w: Tensor) -> Tensor:
+        return examples.rms_norm(x, w).detach()
+
+    result = checked(examples.fused, reference=detached, backward=True)
+    [sentence] = [text for text in result.skipped if "Gradients" in text]
+    assert sentence == (
+        "Gradients are not judged (bfloat16): the reference lets none back to its inputs."
+    )
+    assert not any("Gradients" in text for text in checked(examples.fused).skipped)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (lambda x: x.to("meta"), "x, got a tensor that is on the device meta"),
+        (Tensor.to_sparse, "x, got a tensor that is a sparse_coo tensor"),
+    ],
+)
+def test_inputs_without_numbers_are_refused(
+    changed: Callable[[Tensor], Tensor], words: str
+) -> None:
+    def make(seed: int) -> tuple[Tensor, Tensor]:
+        x, w = examples.inputs(seed)
+        return changed(x), w
+
+    with pytest.raises(UsageError, match=words):
+        checked(examples.fused, inputs=make)
+
+
 def test_check_function_raises_and_match_judges_one_output() -> None:
     same = {"reference": examples.rms_norm, "inputs": examples.inputs}
     assert check_function(examples.fused, **same).passed

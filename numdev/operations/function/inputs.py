@@ -18,7 +18,12 @@ from numdev.errors import UsageError, closest, one_line
 from numdev.exact.dtypes import is_floating
 from numdev.formats import Format, dtype_of, round_to
 from numdev.metrics.bit_checksums import same
-from numdev.operations.function.trees import Arguments, Values, arguments_of
+from numdev.operations.function.trees import (
+    Arguments,
+    Values,
+    arguments_of,
+    without_numbers,
+)
 
 Make = Callable[[int], Sequence[Arguments]]  # the calls of a seed
 SHAPE = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*(\d+(?:x\d+)*|)\s*")
@@ -113,7 +118,7 @@ def _drawn(sizes: Mapping[str, tuple[int, ...]], seed: int) -> Arguments:
     named: Values = {}
     for name, shape in sizes.items():
         try:
-            named[name] = torch.randn(shape, generator=generator)
+            named[name] = torch.randn(shape, generator=generator, device="cpu")
         except (TypeError, RuntimeError, MemoryError) as error:
             of = "x".join(map(str, shape))
             raise UsageError(
@@ -179,10 +184,16 @@ def prepared(arguments: Arguments, fmt: Format | None, device: str) -> Arguments
     """Returns the arguments detached and on a device. Real floating-point tensors are
     correctly rounded to `fmt` and stored in its dtype; None leaves them as they are.
     Integers and complex tensors only move. Raises UsageError where PyTorch has no dtype
-    of the format and an argument would be rounded."""
+    of the format and an argument would be rounded, and for a tensor without a number for
+    each element."""
 
     def move(name: str, x: Tensor) -> Tensor:
         """Returns a tensor detached, rounded where it is to be, on the device."""
+        if kind := without_numbers(x):
+            raise UsageError(
+                f"inputs: expected a number for each element of {name}, got a tensor "
+                f"that is {kind}"
+            )
         moved = x.detach()
         if fmt is not None and moved.is_floating_point():
             moved = round_to(moved.double(), fmt).to(dtype_of(fmt))

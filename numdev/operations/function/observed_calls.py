@@ -26,6 +26,7 @@ from numdev.operations.function.trees import (
     gradient_name,
     is_unwritten,
     outputs_of,
+    without_numbers,
 )
 
 OF_COMPILED = "_orig_mod."  # torch.compile puts it before names of a module's parameters
@@ -187,27 +188,43 @@ def called(
     positional: Sequence[object],
     named: Mapping[str, object],
 ) -> object:
-    """Returns what a function, which is foreign code, returns of these arguments. Raises
-    what it raises, and MeasurementError where it raises SystemExit: numdev's exit code is
-    its verdict."""
+    """Returns what a function, which is foreign code, returns of these arguments.
+    PyTorch's modes are as before afterwards. Raises what it raises, and MeasurementError
+    where it raises SystemExit: numdev's exit code is its verdict."""
     try:
-        return function(*positional, **dict(named))
+        with _modes_restored():
+            return function(*positional, **dict(named))
     except SystemExit as error:
         why = f"ended the program (exit code {error.code})"
         raise MeasurementError(why) from error
 
 
+@contextlib.contextmanager
+def _modes_restored() -> Iterator[None]:
+    """Returns a context at whose end PyTorch's modes are as at its start: the default
+    dtype, whether gradients are on, deterministic algorithms, the precision of products
+    in float32 and the number of threads. What one call sets would change the numbers of
+    the next."""
+    dtype, is_on = torch.get_default_dtype(), torch.is_grad_enabled()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_grad_enabled(is_on)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warns)
+        if torch.get_float32_matmul_precision() != precision:
+            torch.set_float32_matmul_precision(precision)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+
+
 def _check_numbers(outputs: Values) -> None:
-    """Raises MeasurementError for an output that has no memory with a number for each
-    element: on the device meta, sparse, nested or quantized."""
+    """Raises MeasurementError for an output that `without_numbers` tells."""
     for name, x in outputs.items():
-        kinds = {
-            "on the device meta": x.is_meta,
-            "nested": x.is_nested,
-            f"a {str(x.layout).removeprefix('torch.')} tensor": x.layout != torch.strided,
-            "quantized": x.is_quantized,
-        }
-        if kind := next((kind for kind, holds in kinds.items() if holds), None):
+        if kind := without_numbers(x):
             raise MeasurementError(
                 f"{name}: expected a number for each element, got a tensor that is {kind}"
             )

@@ -176,6 +176,18 @@ def identifier(path: str) -> str:
     return words[:LONGEST_NAME]
 
 
+def without_numbers(x: Tensor) -> str | None:
+    """Returns in words why a tensor has no memory with a number for each element: on the
+    device meta, sparse, nested or quantized; None where it has."""
+    kinds = {
+        "on the device meta": x.is_meta,
+        "nested": x.is_nested,
+        f"a {str(x.layout).removeprefix('torch.')} tensor": x.layout != torch.strided,
+        "quantized": x.is_quantized,
+    }
+    return next((kind for kind, holds in kinds.items() if holds), None)
+
+
 def is_judged(x: Tensor) -> bool:
     """Whether a tensor holds real or complex floating-point numbers, which formats
     round."""

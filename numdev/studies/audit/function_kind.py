@@ -26,6 +26,7 @@ from numdev.report.number_text import ratio, si, three
 from numdev.report_kinds import Judged, Kind
 from numdev.studies.audit.failed_numbers import FailedNumbers
 from numdev.studies.audit.kind import moves
+from numdev.tensor_specs import GRADIENT
 
 SOUND = 1.1  # times the floor: as exact as the format allows
 MOSTLY_EXPLAINED = 1.3  # times what the reference's operations explain
@@ -56,9 +57,24 @@ def findings(
     """Returns the findings of a judgement, and sentences: on a tolerance's power, on what
     was tested, on the reference and the inputs, and the report's doubts."""
     wrong, tested = findings_in(judgement, report.rows, report.words)
-    words = (*remarks(report.rows), *inputs_not_judged(report.inputs))
+    words = (*remarks(report.rows), *not_judged(report))
     power = power_sentences(report.power)
     return wrong, (*power, *tested, *words, *report.doubts)
+
+
+def not_judged(report: FunctionReport) -> Iterator[str]:
+    """Yields sentences on what was asked for and is not judged: gradients in each format
+    in which the reference has none, and inputs; nothing where all is."""
+    if report.request.get("backward"):
+        rows = (row for row in report.rows if row.role == "baseline")
+        for fmt, of_format in grouped(rows, lambda row: row.format).items():
+            ran = [row for row in of_format if row.status == "ok"]
+            if ran and not any(row.tensor.endswith(GRADIENT) for row in ran):
+                yield (
+                    f"Gradients are not judged ({fmt}): the reference lets none back to "
+                    "its inputs."
+                )
+    yield from inputs_not_judged(report.inputs)
 
 
 def inputs_not_judged(inputs: Sequence[InputRecord]) -> Iterator[str]:

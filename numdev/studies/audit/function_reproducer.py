@@ -205,7 +205,7 @@ def _smaller(
     MeasurementError where it does not fail in the whole call."""
     best = _failing(call, part, rules, finding.tensor)
     if best is None:
-        raise MeasurementError("the failure does not show every time")
+        raise MeasurementError("the failure does not show where its call runs alone")
     wanted = next(iter(best.figures.items()))
     deadline = time.monotonic() + SECONDS
     constants = part.script.constants if part.script is not None else frozenset()

@@ -789,8 +789,8 @@ def _update_influences(
     if influences and not left:
         return
     try:
-        every = [*influences_of(call, left), *_of_numbers(call, left)]
-        written = call.draws[0].plain.written
+        judges, written = call.judges, call.draws[0].plain.written
+        every = [*influences_of(call, left), *_of_numbers(call, left)] if judges else []
     except Exception:  # rows say why
         return
     for one in every:

@@ -108,11 +108,17 @@ def _search_and_exit(search: Callable[[], object], write: int) -> None:
         os.dup2(2, 1)
         faulthandler.disable()  # a test runner's, which would show the parent's stack
         torch.set_num_threads(1)
+        # A reference that asks for more would wait for the parent's threads for ever
+        torch.set_num_threads = _ignored
         text = json.dumps(_data_or_reason(search))
         with os.fdopen(write, "w") as stream:
             stream.write(text)
     finally:
         os._exit(0)
+
+
+def _ignored(nthreads: int) -> None:
+    """Does nothing, in place of `torch.set_num_threads`."""
 
 
 def _read(descriptor: int, until: float) -> str | None:
