@@ -90,6 +90,51 @@ def test_a_script_shows_the_failure_alone(name: str, words: str, tmp_path: Path)
     assert code == 0, out
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("writes", "x is written into"),
+        pytest.param("alias", "output is memory of x", marks=pytest.mark.slow),
+        pytest.param(
+            "nothing", "no tensor is returned, expected output", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "two", "output_0, output_1 is returned, expected", marks=pytest.mark.slow
+        ),
+        pytest.param("column_major", "output is not contiguous", marks=pytest.mark.slow),
+        pytest.param(
+            "without_gradient",
+            "no gradient goes back from output",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_script_shows_another_form(name: str, words: str, tmp_path: Path) -> None:
+    """Also where the shape and the dtype are the reference's."""
+    options: dict[str, object] = {"inputs": examples.inputs, "backward": False}
+    if name == "without_gradient":
+        options["backward"] = True
+    script = checked(name, tmp_path, **options).reproducer
+    assert script is not None
+    code, out = ran(script)
+    assert (code, words in out) == (1, True), out
+    code, out = ran(script, instead="fused")
+    assert code == 0, out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["scaled_record", "scaled_twice"])
+def test_a_script_finds_its_tensor_in_what_is_returned(name: str, tmp_path: Path) -> None:
+    """In a dataclass, and by its place where a tensor is returned twice."""
+    sound = name.replace("scaled", "sound")
+    options = {"reference": getattr(examples, sound), "inputs": examples.inputs}
+    script = checked(name, tmp_path, **options).reproducer
+    assert script is not None
+    code, out = ran(script)
+    assert code == 1, out
+    assert ran(script, instead=sound)[0] == 0
+
+
 @pytest.mark.slow
 def test_a_script_shows_a_wrong_gradient(tmp_path: Path) -> None:
     """The output is right, and what comes back is twice as large."""

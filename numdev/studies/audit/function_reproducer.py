@@ -51,7 +51,7 @@ FIGURES = {
     "shift": "mean error over the result's size, in unit roundoffs",
     "mismatches": "integers that are not the reference's",
     "nonfinite": "elements that are finite or not against the exact result",
-    "form": "shape and dtype",
+    "form": "shape, dtype and what is done to the inputs",
     "raises": "an exception",
 }
 # By the rule that fails, the figure that a script shows; in this order of choice.
@@ -77,6 +77,8 @@ TINY = 1e-300
 NO_TARGET: Mapping[str, object] = {
     "file": None, "aside": None, "class_arguments": None, "class_seed": 0,
     "class_dtype": None, "has_state": False, "memory": [], "outputs": [],
+    "expected_names": [], "untouched": [], "memory_of": None, "lacking": {},
+    "contiguous": False,
 }  # fmt: skip
 CLEARLY = 1.2  # times sound code's figure: from there on a call shows the failure
 
@@ -126,6 +128,8 @@ def write_reproducer(
     if script is not None:
         first = call.draws[0].arguments
         facts |= script.facts(first, call.draws[0].device)
+        if facts.get("memory") or facts.get("outputs"):
+            facts["expected_names"] = []  # numdev names them
         tensors |= script.stored()
     about = {
         "words": words,
@@ -361,11 +365,40 @@ def _facts_of_figure(failing: FailingCall, tensor: str, figure: str) -> dict[str
         "shape": list(form.shape), "dtype": str(form.dtype), "on": form.device,
     }  # fmt: skip
     if figure == "form":
-        return facts
+        return {**facts, **_facts_of_form(failing, tensor)}
     observed, sound = _observed(failing, tensor, figure)
     limit = 1.0 if figure in COUNTS else math.sqrt(max(sound, TINY) * observed)
     numbers = {"observed": observed, "sound": sound, "limit": limit, "unit": repr(unit)}
     return {**facts, **numbers}
+
+
+def _facts_of_form(failing: FailingCall, tensor: str) -> dict[str, object]:
+    """Returns what a script looks at where the first run is of another form than the
+    reference's: names of what is returned, inputs that are written into, that whose
+    memory is returned, outputs that let no gradient back, and whether the tensor is to be
+    contiguous. What is as the reference's is left out."""
+    ran, like = failing.runs[0], failing.call.draws[0].plain
+    may_be_written = {*like.written, *like.buffers}
+    names = list(like.outputs)
+    facts: dict[str, object] = {}
+    # A named tuple's have a dot, which a script does not spell
+    if list(ran.outputs) != names and "." not in "".join(names):
+        facts["expected_names"] = names
+    facts["untouched"] = [name for name in ran.written if name not in may_be_written]
+    if not like.alias and ran.alias not in may_be_written:
+        facts["memory_of"] = ran.alias
+    lacking = {i: n for i, n in enumerate(names) if n in like.differentiable}
+    if like.gradients and ran.outputs.keys() >= like.outputs.keys():
+        facts["lacking"] = {
+            i: n for i, n in lacking.items() if n not in ran.differentiable
+        }
+    strides = like.strides.get(tensor)
+    if strides is not None:
+        alike = torch.empty_strided(
+            failing.call.forms[tensor].shape, strides, device="meta"
+        )
+        facts["contiguous"] = alike.is_contiguous()
+    return facts
 
 
 def _facts_of_call(
