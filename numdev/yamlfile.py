@@ -37,6 +37,12 @@ class Strict(BaseModel):
     )
 
 
+class Loose(BaseModel):
+    """A record of a foreign file, which may have keys that nothing here reads."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
 def each_once(values: tuple[object, ...]) -> tuple[object, ...]:
     """Returns the values as they are. Raises ValueError for an empty tuple, and for two
     values with the same `str`."""

@@ -369,6 +369,21 @@ def test_axes_of_a_definition_are_its_own_and_positive(
         read_definition(file)
 
 
+def test_complex_numbers_in_place_of_real_ones_are_another_dtype() -> None:
+    def twice(x: Tensor) -> Tensor:
+        return x * 2
+
+    def as_complex(x: Tensor) -> Tensor:
+        return (x * 2).to(torch.complex64)
+
+    result = check_beside(as_complex, reference=twice, shapes="x=4x6", device="cpu")
+    assert "output: it is complex64, not bfloat16" in result.in_short
+    result = check_beside(
+        lambda x: as_complex(x).real, reference=as_complex, shapes="x=4x6", device="cpu"
+    )
+    assert "output: it is float32, not complex64" in result.in_short
+
+
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 def test_a_function_without_its_conjugate_is_another_one(dtype: torch.dtype) -> None:
     """Forward and backward, where PyTorch's conjugates are views with a bit."""

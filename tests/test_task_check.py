@@ -216,8 +216,14 @@ def test_a_constant_that_the_reference_asks_for_is_told(tmp_path: Path) -> None:
         (DOUBLE, {"lang": "cu"}, "lang: expected py, got cu"),
         (DOUBLE, {"tests": []}, "expected a list of tests"),
         (DOUBLE, {"files": [{"name": "u.py", "source": "../u.py"}]}, "no such file"),
+        (DOUBLE, {"files": 3}, "task.yml, line 1: files: expected a valid list, got 3"),
+        (DOUBLE, {"files": ["u.py"]}, "files.0: expected a valid dictionary"),
+        (DOUBLE, {"files": [{"name": "..", "source": "reference.py"}]}, "to '..'"),
+        (DOUBLE, {"tests": [3]}, "tests.0: expected a valid dictionary, got 3"),
+        (DOUBLE, {"multi_gpu": "a"}, "multi_gpu: expected a valid boolean"),
         ("import nope\n" + DOUBLE, {}, "reference.py cannot be imported"),
-        (DRAW + "def ref_kernel(data) -> 3\n", {}, "SyntaxError"),
+        ("raise SystemExit(3)\n" + DOUBLE, {}, "SystemExit: 3 ("),
+        (DRAW + "def ref_kernel(data) -> 3\n", {}, "not valid Python"),
         (
             f"{DOUBLE}\ndef generate_input(n, seed):\n    return torch.zeros(1 << 25)\n",
             {},
@@ -233,6 +239,32 @@ def test_a_task_that_is_not_taken_is_told_in_one_line(
         check_task(path, task=path.parent)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["task.yml", "reference.py", "submission.py"])
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00\x81", None])
+def test_a_file_of_a_task_that_is_binary_or_a_folder_is_told(
+    tmp_path: Path, name: str, content: bytes | None
+) -> None:
+    path = written(tmp_path / "t", DOUBLE)
+    file = path.parent / name
+    file.unlink()
+    if content is None:
+        file.mkdir()
+    else:
+        file.write_bytes(content)
+    with pytest.raises(UsageError) as caught:
+        check_task(path, task=path.parent)
+    assert name in str(caught.value) or content is None
+    assert "\n" not in str(caught.value)
+
+
+def test_sizes_of_any_length_are_ordered(tmp_path: Path) -> None:
+    """A test beyond the range of floats is not made, and keeps no other from running."""
+    path = written(tmp_path / "t", DOUBLE, tests=[{"n": 10**400}, {"n": 8, "seed": 1}])
+    result = check_task(path, task=path.parent)
+    assert result.passed
+    assert "Not run: 1 of 2 tests" in result.skipped[0]
 
 
 def test_a_check_that_uses_the_reference_through_other_names_is_taken(
@@ -380,8 +412,64 @@ def test_workloads_give_sizes_numbers_and_tensors(tmp_path: Path) -> None:
     assert result.passed, str(result)
     assert result.skipped[0] == "Not run: 1 of 4 workloads, the later ones."
     calls.write_text("{}\n")
-    with pytest.raises(UsageError, match="line 1: KeyError"):
+    with pytest.raises(UsageError, match="line 1: axes: expected a value, got none"):
         check_definition(target, definition=path, inputs=calls)
+
+
+STORED = {"type": "safetensors", "path": "t.safetensors", "tensor_key": "x"}
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b"\xff\xfe\x00", "line 1: expected value"),
+        ("[" * 9999, "recursion limit exceeded"),
+        (3, "line 1: expected a valid dictionary"),
+        ({"axes": {"batch": 1.5}, "inputs": {}}, "line 1: axes.batch: expected"),
+        ({"axes": {}, "inputs": {}}, "line 1: axes: expected a size of batch, got none"),
+        ({"axes": {"batch": 0}}, "inputs: expected a value, got none"),
+        ({"axes": {"batch": 0}, "inputs": {}}, "a positive size of batch, got 0"),
+        ({"axes": {"batch": -1}, "inputs": {}}, "a positive size of batch, got -1"),
+        ({"axes": {"batch": 10**12}, "inputs": {}}, "expected x to fit into memory"),
+        ({"axes": {"batch": 10**30}, "inputs": {}}, "expected x to fit into memory"),
+        ({"y": {"type": "random"}}, "expected inputs of x, weight, got y"),
+        ({"x": 3}, "line 1: inputs.x: "),
+        ({"x": {"type": "file"}}, "line 1: inputs.x: "),
+        ({"x": {"type": "scalar", "value": 3}}, "bfloat16 [5, 192], got a number"),
+        ({"x": {**STORED, "path": "no.safetensors"}}, "no.safetensors: no such file"),
+        ({"x": {**STORED, "path": "w.jsonl"}}, "line 1: w.jsonl: SafetensorError"),
+        ({"x": {**STORED, "tensor_key": "y"}}, "line 1: t.safetensors: SafetensorError"),
+        ({"x": STORED}, "x: expected bfloat16 [5, 192], got float32 [5, 192]"),
+    ],
+)
+def test_a_line_that_is_no_workload_is_told(
+    tmp_path: Path, line: object, words: str
+) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"x": torch.ones(5, 192)}, tmp_path / "t.safetensors")
+    file = tmp_path / "w.jsonl"
+    if isinstance(line, dict) and "axes" not in line:
+        line = {"axes": {"batch": 5}, "inputs": line}
+    text = line if isinstance(line, str) else json.dumps(line, default=str)
+    file.write_bytes(line if isinstance(line, bytes) else text.encode())
+    with pytest.raises(UsageError) as caught:
+        check_definition(DEFINITION / "solution.json", definition=FILE, inputs=file)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"inputs": "nope.jsonl"}, "nope.jsonl: No such file or directory"),
+        ({"shapes": "batch=0"}, "expected a positive size of batch, got 0"),
+        ({"shapes": "batch=1000000000000"}, "expected x to fit into memory"),
+    ],
+)
+def test_inputs_that_cannot_be_made_are_told(options: dict[str, str], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        check_definition(DEFINITION / "solution.json", definition=FILE, **options)
 
 
 @pytest.mark.parametrize(
@@ -393,6 +481,16 @@ def test_workloads_give_sizes_numbers_and_tensors(tmp_path: Path) -> None:
             "expected FILE::NAME of its sources",
         ),
         ({"sources": [{"path": "../x.py", "content": ""}]}, "expected a relative path"),
+        ({"sources": [{"path": ".", "content": ""}]}, ".: cannot be written (Is a dir"),
+        ({"sources": [{"path": "a\0b", "content": ""}]}, "(embedded null byte)"),
+        (
+            {"sources": [{"path": p, "content": ""} for p in ("a", "a/b")]},
+            "a/b: cannot be written (File exists)",
+        ),
+        (
+            {"sources": [{"path": "main.py", "content": "raise SystemExit(3)"}]},
+            "cannot be imported: SystemExit: 3",
+        ),
         ({"name": 3}, "name: expected a valid string, got 3"),
     ],
 )
@@ -416,6 +514,53 @@ def test_a_definition_that_is_none_is_told(tmp_path: Path) -> None:
     path = changed(tmp_path, inputs=wrong)
     with pytest.raises(UsageError, match="dtype float4_e2m1 is none of PyTorch's"):
         check_definition(DEFINITION / "solution.json", definition=path)
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"outputs": {}}, "outputs: expected one at least, got none"),
+        (
+            {"axes": {**json.loads(FILE.read_text())["axes"], "m": {"type": "var"}},
+             "outputs": {"out": {"shape": ["m"], "dtype": "bfloat16"}}},
+            "out: expected axes of the inputs, got m",
+        ),
+        ({"outputs": {"out": {"shape": ["batch"], "dtype": "qint8"}}}, "dtype qint8"),
+        ({"outputs": {"out": {"shape": ["batch"], "dtype": "bits8"}}}, "dtype bits8"),
+        (
+            {"inputs": {"x": {"shape": ["batch"], "dtype": "float4_e2m1fn_x2"}}},
+            "float4_e2m1fn_x2: expected one of",
+        ),
+        ({"reference": "raise SystemExit(3)"}, "cannot be imported: SystemExit: 3"),
+    ],
+)  # fmt: skip
+def test_no_solution_is_blamed_for_its_definition(
+    tmp_path: Path, parts: dict[str, object], words: str
+) -> None:
+    path = changed(tmp_path, **parts)
+    with pytest.raises(UsageError) as caught:
+        check_definition(DEFINITION / "solution.json", definition=path)
+    assert words in str(caught.value)
+
+
+def test_memory_for_a_complex_output_is_nan(tmp_path: Path) -> None:
+    reference = "import torch\ndef run(x):\n    return torch.complex(x, -x)\n"
+    inputs = {"x": {"shape": ["batch", "hidden"], "dtype": "float32"}}
+    outputs = {"out": {"shape": ["batch", "hidden"], "dtype": "complex64"}}
+    definition = changed(tmp_path, inputs=inputs, outputs=outputs, reference=reference)
+    solution = json.loads((DEFINITION / "solution.json").read_text())
+    for writes, verdict in (("out", "PASS"), ("out[1:]", "FAIL")):
+        content = (
+            f"import torch\ndef run(x, out):\n    {writes}.copy_(torch.complex(x, -x)"
+        )
+        content += f"{writes.removeprefix('out')})\n"
+        parts = {
+            "sources": [{"path": "main.py", "content": content}],
+            "spec": {"language": "python", "entry_point": "main.py::run"},
+        }
+        (tmp_path / "s.json").write_text(json.dumps({**solution, **parts}))
+        result = check_definition(tmp_path / "s.json", definition=definition)
+        assert result.verdict == verdict, str(result)
 
 
 def test_an_evaluator_judges_outputs_by_name_or_in_order() -> None:

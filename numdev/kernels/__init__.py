@@ -39,7 +39,7 @@ from numdev.kernels.output import (
     upstream,
     why_not,
 )
-from numdev.kernels.parsed_files import no_function_named, why_not_imported
+from numdev.kernels.parsed_files import names_place, no_function_named, why_not_imported
 from numdev.system import Requirement, System
 
 __all__ = ["Kernel", "Output", "Refused", "Requirement", "all_kernels", "find", "kernel"]
@@ -367,7 +367,7 @@ def _import_error(error: Exception, module: str, purpose: str) -> UsageError:
     message says it (`the kernel 'a.b:f'`). The message of a SyntaxError is the file, line
     and text."""
     why = why_not_imported(error)
-    if isinstance(error, SyntaxError):
+    if names_place(error):
         return UsageError(why)
     hint = None
     if isinstance(error, ModuleNotFoundError) and error.name:

@@ -18,15 +18,21 @@ def functions_in(file: Path) -> list[str]:
     each with the names of its parameters: `attend(q, k, *, scale)`. Names that begin with
     an underscore are left out. Raises UsageError for a file that cannot be read, and for
     what is not valid Python."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    functions = [node for node in parsed_file(file).body if isinstance(node, kinds)]
+    return [_signature(f) for f in functions if not f.name.startswith("_")]
+
+
+def parsed_file(file: Path) -> ast.Module:
+    """Returns the syntax tree of a Python file. Raises UsageError for a file that cannot
+    be read, and for what is not valid Python, or is too deep for Python's parser."""
     try:
-        tree = ast.parse(file.read_bytes(), filename=str(file))
+        return ast.parse(file.read_bytes(), filename=str(file))
     except OSError as error:
         raise UsageError(f"{file}: cannot be read ({error.strerror})") from error
-    except (SyntaxError, ValueError) as error:
-        raise UsageError(why_not_imported(error)) from error
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    functions = [node for node in tree.body if isinstance(node, kinds)]
-    return [_signature(f) for f in functions if not f.name.startswith("_")]
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        why = why_not_imported(error)
+        raise UsageError(why if names_place(error) else f"{file}: {why}") from error
 
 
 def _signature(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
@@ -55,13 +61,20 @@ def no_function_named(file: str) -> UsageError:
     )
 
 
+def names_place(error: BaseException) -> bool:
+    """Whether an error is a SyntaxError with its file and line: that of a null byte has
+    neither."""
+    return isinstance(error, SyntaxError) and bool(error.filename and error.lineno)
+
+
 def why_not_imported(error: BaseException) -> str:
     """Returns why Python cannot import a file. Of a SyntaxError: `a.py, line 3: not valid
-    Python (invalid syntax): x = = 1`. Of any other exception: its message in one line,
-    and in brackets the file and line that raised it, if outside numdev and importlib."""
-    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+    Python (invalid syntax): x = = 1`. Of any other exception, and of a SyntaxError that
+    names no line: its message in one line, and in brackets the file and line that raised
+    it, if outside numdev and importlib."""
+    if isinstance(error, SyntaxError) and names_place(error):
         text = f": {error.text.strip()}" if error.text else ""
-        where = f"{_shown(error.filename)}, line {error.lineno}"
+        where = f"{_shown(str(error.filename))}, line {error.lineno}"
         return f"{where}: not valid Python ({error.msg}){text}"
     frames = traceback.extract_tb(error.__traceback__)
     files = [f for f in frames if not f.filename.startswith("<") and _is_foreign(f)]

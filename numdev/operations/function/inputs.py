@@ -115,16 +115,22 @@ def _drawn(sizes: Mapping[str, tuple[int, ...]], seed: int) -> Arguments:
     shapes, in PyTorch's default dtype on the CPU. Raises UsageError for a shape that
     memory cannot hold."""
     generator = torch.Generator().manual_seed(seed)
-    named: Values = {}
-    for name, shape in sizes.items():
-        try:
-            named[name] = torch.randn(shape, generator=generator, device="cpu")
-        except (TypeError, RuntimeError, MemoryError) as error:
-            of = "x".join(map(str, shape))
-            raise UsageError(
-                f"shape: expected {name} to fit into memory, got {of}"
-            ) from error
-    return Arguments(named=named)
+    return Arguments(
+        named={name: normal_numbers(name, x, generator) for name, x in sizes.items()}
+    )
+
+
+def normal_numbers(name: str, shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Returns a tensor of normal numbers, the next ones of a generator, in PyTorch's
+    default dtype on the CPU. Raises UsageError, which names the tensor, for a shape that
+    memory cannot hold. No size is below 0."""
+    try:
+        return torch.randn(tuple(shape), generator=generator, device="cpu")
+    except (TypeError, RuntimeError, MemoryError) as error:
+        of = "x".join(map(str, shape))
+        raise UsageError(
+            f"shape: expected {name} to fit into memory, got {of}"
+        ) from error
 
 
 def _from_function(

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from numdev.errors import MeasurementError
-from numdev.exact.dtypes import is_floating
 from numdev.exact.rounding import values_format
 from numdev.formats import FORMATS, Format, round_to
 from numdev.operations.function.inputs import differ, shuffled
@@ -330,11 +329,11 @@ class FunctionCall:
         self, runs: Sequence[FunctionRun]
     ) -> tuple[dict[str, Tensor | None], dict[str, str]]:
         """Returns an implementation's tensors over all draws, and in words what is wrong,
-        both by name. A tensor is None where a draw lacks it, has another shape, or has
-        integers for floating-point numbers or the reverse; another floating-point dtype
-        is wrong, but compared. Without another fault the first tensor is blamed for the
-        whole run: for what a run did besides computing (`FunctionRun.misdeeds`), for a
-        fault of a tensor without numbers, or for outputs that the reference lacks.
+        both by name. A tensor is None where a draw lacks it, has another shape, or
+        numbers of another kind (integers, real or complex ones); another dtype of the
+        same kind is wrong, but compared. Without another fault the first tensor is blamed
+        for the whole run: for what a run did besides computing (`FunctionRun.misdeeds`),
+        for a fault of a tensor without numbers, or for outputs that the reference lacks.
         `runs`: one for each draw."""
         wrong: dict[str, str] = {}
         first = next(iter(self.forms))
@@ -358,7 +357,7 @@ class FunctionCall:
                     wrong.setdefault(first, f"{name}: {wrong[name]}")
                 continue
             comparable = len(present) == len(runs) and all(
-                form.has_shape(x) and is_floating(x) == form.is_floating for x in present
+                form.has_shape(x) and form.has_kind(x) for x in present
             )
             tensors[name] = (
                 stacked(list(map(form.fitted, present))) if comparable else None

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from numdev.errors import UsageError, one_line
-from numdev.kernels.parsed_files import why_not_imported
+from numdev.kernels.parsed_files import names_place, why_not_imported
 from numdev.operations.function.inputs import TRIVIAL
 from numdev.operations.function.trees import Values
 
@@ -113,7 +113,7 @@ def module_of(path: Path) -> ModuleType:
     """Imports a file as a module under a name that no other file has, anew at each call,
     and returns it. Its folder is added to the end of sys.path, the module to sys.modules.
     Raises UsageError where there is no such file, where its name does not end in .py, and
-    where the import raises an exception; SystemExit passes."""
+    where the import raises an exception or SystemExit."""
     if not path.is_file():
         raise UsageError(f"{path}: no such file")
     if path.suffix != ".py":
@@ -131,9 +131,9 @@ def module_of(path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         why = why_not_imported(error)
-        if not isinstance(error, SyntaxError):
+        if not names_place(error):
             why = f"{path}: cannot be imported: {why}"
         raise UsageError(why) from error
     return module

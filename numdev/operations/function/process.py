@@ -29,6 +29,7 @@ from torch import Tensor
 from numdev.errors import MeasurementError, UsageError, one_line
 from numdev.operations.function.observed_calls import FunctionRun
 from numdev.operations.function.problem_files import ModuleBuild
+from numdev.operations.function.shapes_and_dtypes import INTEGERS
 from numdev.operations.function.surroundings import Surroundings
 from numdev.operations.function.trees import Arguments, Values
 
@@ -37,10 +38,6 @@ LARGEST_HEADER = 1 << 26  # bytes
 GROUPS = ("outputs", "gradients", "written")
 # What reading nonsense raises: a missing key, another type, lists a thousand deep
 BAD_DATA = (KeyError, TypeError, OverflowError, RecursionError)
-INTEGERS = (
-    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.uint16, torch.uint32, torch.uint64),
-)
 Answer = FunctionRun | str  # or why there is none
 
 

@@ -13,6 +13,11 @@ from torch import Tensor
 from numdev.operations.function.observed_calls import FunctionRun
 from numdev.operations.function.trees import as_real
 
+INTEGERS = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint16, torch.uint32, torch.uint64),
+)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Form:
@@ -32,10 +37,11 @@ class Form:
         whether the other one does, in any shape."""
         return tuple(x.shape) == self.shape or (self.is_one_number and x.numel() == 1)
 
-    @property
-    def is_floating(self) -> bool:
-        """Whether the tensor holds real or complex floating-point numbers."""
-        return self.dtype.is_floating_point or self.dtype.is_complex
+    def has_kind(self, x: Tensor) -> bool:
+        """Whether another tensor holds numbers of this one's kind: real, complex, or
+        integers."""
+        kind = (self.dtype.is_floating_point, self.dtype.is_complex)
+        return kind == (x.is_floating_point(), x.is_complex())
 
     def fitted(self, x: Tensor) -> Tensor:
         """Returns another tensor on this one's device, complex numbers as their parts; a

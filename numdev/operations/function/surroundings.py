@@ -72,7 +72,7 @@ class Surroundings:
 
     def module_at(self, path: Path) -> ModuleType:
         """Imports a file, anew, and returns its module. Raises UsageError where the file
-        is missing, is no `.py`, or its import raises an exception; SystemExit passes."""
+        is missing, is no `.py`, or its import raises an exception or SystemExit."""
         with self.on_its_device():
             return module_of(path)
 

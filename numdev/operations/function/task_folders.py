@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import yaml
 
 from numdev.errors import UsageError, one_line
+from numdev.kernels.parsed_files import parsed_file, why_not_imported
 from numdev.operations.function.inputs import Make
 from numdev.operations.function.surroundings import Surroundings, uninitialised_is_nan
 from numdev.operations.function.trees import Arguments
+from numdev.yamlfile import Loose, read_yaml
 
 GENERATE, REFERENCE, SUBMISSION = "generate_input", "ref_kernel", "custom_kernel"
 CHECK = "check_implementation"
@@ -32,6 +33,23 @@ LARGEST = {"cpu": 1 << 24, "cuda": 1 << 28}  # numbers in the inputs of one test
 TOGETHER = {"cpu": 1 << 20, "cuda": 1 << 26}  # in those of all tests that run
 MOST_TESTS = 4
 Sizes = Mapping[str, object]  # arguments of `generate_input`
+
+
+class _TaskFile(Loose):
+    """A file that code of the task imports under a name."""
+
+    name: str
+    source: str | None = None  # its path in the folder
+
+
+class _TaskForm(Loose):
+    """What `task.yml` says, as far as a check reads it."""
+
+    lang: str = "py"
+    multi_gpu: bool | None = None
+    tests: list[dict[str, object]] | None = None
+    benchmarks: list[dict[str, object]] | None = None
+    files: list[_TaskFile] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,37 +63,36 @@ class TaskFolder:
     @classmethod
     def read(cls, path: Path) -> TaskFolder:
         """Reads the task of a folder. Raises UsageError where it has no `task.yml` with a
-        list of tests, where a file that it lists is missing, and for a task of several
-        GPUs, of another language than Python, or whose outputs are judged by their
-        properties. Raises OSError for a file that cannot be read, UnicodeDecodeError for
-        one that is no text, TypeError where `files` is a number."""
+        list of tests, where a file is missing or cannot be read, and for a task of
+        several GPUs, of another language than Python, or whose outputs are judged by
+        their properties."""
         text = path / "task.yml"
         if not text.is_file():
             raise UsageError(f"{path}: expected a folder with task.yml")
-        try:
-            data = yaml.safe_load(text.read_text())
-        except yaml.YAMLError as error:
-            raise UsageError(f"{text}: {one_line(error)}") from error
-        if not isinstance(data, Mapping):
-            raise UsageError(f"{text}: expected a mapping")
-        if data.get("multi_gpu"):
+        form = read_yaml(text, _TaskForm)
+        if form.multi_gpu:
             raise UsageError(f"{path}: the task runs on several GPUs, a check on one")
-        if data.get("lang", "py") != "py":
-            raise UsageError(f"{text}: lang: expected py, got {data['lang']}")
-        tests = data.get("tests") or data.get("benchmarks")
-        if not isinstance(tests, list) or not all(isinstance(t, dict) for t in tests):
+        if form.lang != "py":
+            raise UsageError(f"{text}: lang: expected py, got {form.lang}")
+        tests = form.tests or form.benchmarks
+        if not tests:
             raise UsageError(f"{text}: expected a list of tests")
-        files = dict(_files(path, data.get("files") or ()))
-        if not tests or "reference.py" not in files:
-            raise UsageError(f"{path}: expected tests and a reference.py")
+        files = dict(_files(path, form.files or ()))
+        if "reference.py" not in files:
+            raise UsageError(f"{path}: expected a file reference.py")
         _check_by_reference(files["reference.py"])
         return cls(path=path, tests=tuple(tests), files=files)
 
     def unpacked(self, folder: Path, device: str) -> Surroundings:
         """Copies the task's files into a folder, which is there, under the names by which
-        code imports them, and returns the surroundings of code there."""
+        code imports them, and returns the surroundings of code there. Raises UsageError
+        where a file cannot be copied."""
         for name, source in self.files.items():
-            shutil.copyfile(source, folder / name)
+            try:
+                shutil.copyfile(source, folder / name)
+            except (OSError, ValueError) as error:  # ValueError: a null byte
+                what = f"cannot be copied to {name!r}: {one_line(error)}"
+                raise UsageError(f"{source}: {what}") from error
         modules = tuple(Path(name).stem for name in self.files)
         return Surroundings(folder=str(folder), modules=modules, device=device)
 
@@ -115,13 +132,13 @@ class ImportedTask:
     def imported(cls, folder: TaskFolder, surroundings: Surroundings) -> ImportedTask:
         """Imports the reference of a task as the module `reference`, which must be found
         on `sys.path` (`Surroundings.entered`). Raises UsageError where the import raises
-        an exception, and where it lacks one of its two functions; SystemExit passes."""
+        an exception or SystemExit, and where it lacks one of its two functions."""
         with surroundings.on_its_device():
             try:  # by this name, since inputs may be of its classes
                 module = importlib.import_module("reference")
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 words = f"{folder.path}: reference.py cannot be imported"
-                raise UsageError(f"{words}: {one_line(error)}") from error
+                raise UsageError(f"{words}: {why_not_imported(error)}") from error
         lacking = [n for n in (GENERATE, REFERENCE) if not callable(vars(module).get(n))]
         if lacking:
             raise UsageError(f"reference.py: expected a function {lacking[0]}, got none")
@@ -173,7 +190,7 @@ class ImportedTask:
         chosen, left = [every[0]], TOGETHER[kind] - numbers
         for sizes in every[1:MOST_TESTS]:
             # A size may stand for a square: what may be too large is not made
-            if numbers * (_size(sizes) / _size(chosen[-1])) ** 2 > LARGEST[kind]:
+            if numbers * _size(sizes) ** 2 > LARGEST[kind] * _size(chosen[-1]) ** 2:
                 break
             numbers = _numbers(self.inputs(sizes, 0))
             left -= numbers
@@ -200,14 +217,13 @@ def sizes_text(sizes: Sizes) -> str:
     return ", ".join(f"{name}={value}" for name, value in sizes.items())
 
 
-def _size(sizes: Sizes) -> float:
+def _size(sizes: Sizes) -> int:
     """Returns the product of the whole numbers above 0 in a test, but for the seed; 1
     without any."""
-    numbers = [
+    return math.prod(
         value for name, value in sizes.items()
         if name != SEED and isinstance(value, int) and value > 0
-    ]  # fmt: skip
-    return float(math.prod(numbers))
+    )  # fmt: skip
 
 
 def _numbers(arguments: Arguments) -> int:
@@ -220,31 +236,29 @@ def _devices() -> Sequence[int]:
     return range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
 
 
-def _files(path: Path, listed: Sequence[object]) -> Iterator[tuple[str, Path]]:
+def _files(path: Path, listed: Sequence[_TaskFile]) -> Iterator[tuple[str, Path]]:
     """Yields the names of a task's files with their paths: the `.py` files of its folder
     by name, then those that `task.yml` lists, but for the submission's. Raises UsageError
     for a listed file that is not there, or whose name has a folder."""
     for file in sorted(path.glob("*.py")):
-        yield file.name, file
+        if file.is_file():
+            yield file.name, file
     for entry in listed:
-        if not isinstance(entry, Mapping) or entry.get("source") in (SUBMITTED, None):
+        if entry.source in (SUBMITTED, None):
             continue
-        name, source = str(entry.get("name")), path / str(entry["source"])
-        if Path(name).name != name or not source.is_file():
-            raise UsageError(f"{path / 'task.yml'}: {name}: no such file {source}")
-        yield name, source
+        source = path / entry.source
+        if Path(entry.name).name != entry.name or not source.is_file():
+            what = f"{entry.name}: no such file {source}"
+            raise UsageError(f"{path / 'task.yml'}: {what}")
+        yield entry.name, source
 
 
 def _check_by_reference(file: Path) -> None:
     """Raises UsageError where the file has no `ref_kernel`, and where it has a
     `check_implementation` that does not use `ref_kernel`: then other outputs than the
     reference's are right. Raises UsageError for invalid Python too. Nothing is run."""
-    try:
-        body = ast.parse(file.read_text()).body
-    except SyntaxError as error:
-        raise UsageError(f"{file}: {one_line(error)}") from error
     names: dict[str, set[str]] = {}  # of what is defined: the names that it uses
-    for node in body:
+    for node in parsed_file(file).body:
         uses = {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names[node.name] = uses
