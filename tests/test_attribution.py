@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -357,6 +358,17 @@ def attributed(**changes: Any) -> AttributionRow:
         "residual": 0.1, "next_preset": "eager", "next_residual": 0.7, "explained_by": "fa2",
     }  # fmt: skip
     return AttributionRow(**{**usual, **changes})
+
+
+def test_pytorchs_own_choice_is_not_explained_twice_in_any_order() -> None:
+    kernels = ("sdpa-default", "sdpa-flash", "sdpa-math")
+    residuals = {"sdpa-default": 0.1, "sdpa-flash": 0.1, "sdpa-math": 0.2}
+    for order in itertools.permutations(kernels):
+        rows = [attributed(kernel=name, residual=residuals[name]) for name in order]
+        names = [one.kernel for one in explanations(rows)]
+        assert names == [name for name in order if name != "sdpa-default"]
+    other = [attributed(kernel="sdpa-default"), attributed(kernel="a", residual=0.2)]
+    assert [one.kernel for one in explanations(other)] == ["sdpa-default", "a"]
 
 
 def test_calls_together_are_their_majority_and_their_medians() -> None:

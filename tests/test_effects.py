@@ -1382,6 +1382,27 @@ def that_was_tested(report: EffectsReport, rule: str, **limits: float) -> Any:
     return test
 
 
+@pytest.mark.parametrize(("rule", "line"), [
+    ("finite", "gives no NaN and no infinity"), ("own share", "error of attention alone: 0"),
+    ("model", "error of the whole model: 1.00× all sites together"),
+])  # fmt: skip
+def test_what_passes_of_an_output_that_flips_nothing(rule: str, line: str) -> None:
+    """Of states, or a pipeline's image, nothing is said of a top token; attention that
+    errs as little as all it is held against, 0, has no multiple."""
+    report = by_ratios((0.0,) * 3)
+    no_flips = {"flips": None, "unexplained": None, "first_flip": None}
+    rows = tuple(
+        row.model_copy(update=no_flips) for row in report.rows
+        if row.kind != "predicted" and (row.kind != "attention" or row.kernel == "sdpa-math")
+    )  # fmt: skip
+    plan = report.plan.model_copy(update={"logits": False})
+    report = report.model_copy(update={"rows": rows, "plan": plan})
+    report = verdict.with_summary(report)
+    statement = verdict.passing(report, [that_was_tested(report, rule)])
+    assert statement is not None
+    assert statement.line == line
+
+
 @pytest.mark.parametrize(("ratios", "standing", "observed"), [
     ((1.99,) * 3, "held", 1.99), ((2.01,) * 3, "exceeded", 2.01),
     ((1.0, 2.0, 3.0), "held", 6 ** (1 / 3)),  # its interval goes beyond

@@ -16,18 +16,21 @@ import pytest
 import torch
 from loaded import load
 from on_bench import THIS_CPU, prepare, task_of
+from oracles import make_case
 from planted import CATALOGUE
 from planted.function import calls_of
 
 import numdev
 from numdev.cases import AttentionCase, CaseRef, visible
 from numdev.kernels import find, kernel_of_function
-from numdev.kernels.reference import attend
+from numdev.kernels.output import Output
+from numdev.kernels.reference import attend, gradients
 from numdev.operations.attention.explain import wrong_function
 from numdev.operations.attention.explain.call_sample import Alternative
 from numdev.operations.attention.explain.mistake_results import in_digits
 from numdev.operations.attention.explain.mistakes import variants
 from numdev.operations.attention.explain.wrong_function import CUT, far_off, suspect
+from numdev.operations.attention.explain.wrong_gradients import suspect_gradients
 from numdev.sources.upstream_gradients import with_drawn_gradient
 from numdev.studies.audit.case_measurement import measure_task
 
@@ -48,6 +51,20 @@ def test_a_planted_mistake_is_named(entry, shape, fmt: str) -> None:
     words = rates.judge(case, rates.wrong(entry, case), attend(case), always=False)
     hidden = (entry.name, fmt) in LOST_IN_ROUNDING
     assert rates.verdict(entry, words) == ("none" if hidden else "right"), words
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-310])
+def test_a_factor_of_a_gradient_is_none_of_a_scale_without_a_reciprocal(
+    scale: float,
+) -> None:
+    case = with_drawn_gradient(make_case(dtype=torch.float32, scale=scale), 3)
+    exact = gradients(case)
+    out = attend(case).out.float()
+    step = Output(out=out, dq=exact.dq, dk=exact.dk, dv=exact.dv * 1.37)
+    by_name = suspect_gradients(case, step)
+    assert {name: each.cause for name, each in by_name.items()} == {
+        "dv": "dv is 1.37 times what it should be"
+    }
 
 
 @pytest.mark.parametrize("regime", rates.REGIMES)

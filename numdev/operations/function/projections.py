@@ -77,7 +77,7 @@ def _of_layer_norm(read: Read) -> ProjectedGradient:
     centred = x.reshape(rows)
     if isinstance(mean, Tensor):
         centred = centred - mean.reshape(rows)
-    return _of_norm(
+    return _from_groups(
         g.reshape(rows),
         centred,
         rstd.reshape(rows),
@@ -94,7 +94,7 @@ def _of_group_norm(read: Read) -> ProjectedGradient:
     mean, rstd = (cast(Tensor, read(n)) for n in ("mean", "rstd"))
     weight, rows = read("weight"), (mean.numel(), -1)
     g = back * _by_channel(weight, x) if isinstance(weight, Tensor) else back
-    return _of_norm(
+    return _from_groups(
         g.reshape(rows),
         x.reshape(rows) - mean.reshape(rows),
         rstd.reshape(rows),
@@ -113,7 +113,7 @@ def _of_batch_norm(read: Read) -> ProjectedGradient | None:
     weight, rows = read("weight"), (mean.numel(), -1)
     g = back * _by_channel(weight, x) if isinstance(weight, Tensor) else back
     by_channel = x.transpose(0, 1)
-    return _of_norm(
+    return _from_groups(
         g.transpose(0, 1).reshape(rows),
         by_channel.reshape(rows) - mean.reshape(rows),
         rstd.reshape(rows),
@@ -133,7 +133,7 @@ def _all_but_channels(x: Tensor) -> tuple[int, ...]:
     return tuple(i for i in range(x.ndim) if i != 1)
 
 
-def _of_norm(
+def _from_groups(
     g: Tensor, centred: Tensor, rstd: Tensor, ungrouped: Callable[[Tensor], Tensor],
     over: tuple[int, ...], *, has_mean: bool = True,
 ) -> ProjectedGradient:  # fmt: skip

@@ -374,8 +374,6 @@ def _ratio_clause(test: Test, run: RunSummary) -> str:
     where there is none or its ends are written alike; ` in one sequence` stands there
     where the ratio is that of one alone."""
     by = RATIO_RULES[run.beside or "sites"]
-    what = "the whole model" if by.rule == "model" else "attention alone"
-    place = "" if run.place == "output" else f" in the {run.place}"
     ratio = test.observed if isinstance(test.observed, float) else None
     within = " in one sequence"
     if test.interval:
@@ -383,7 +381,15 @@ def _ratio_clause(test: Test, run: RunSummary) -> str:
         within = "" if low == high else f" [{low}, {high}]"
     elif run.over and run.over.low is None:
         within = ""
-    return f"error of {what}{place}: {multiple(ratio, test.bound)}× {by.words}{within}"
+    return f"{_what_errs(run)}: {multiple(ratio, test.bound)}× {by.words}{within}"
+
+
+def _what_errs(run: RunSummary) -> str:
+    """Returns what a run's error is of, `error of attention alone`; of a pipeline's
+    output with its name: `error of the whole model in the image`."""
+    is_whole = RATIO_RULES[run.beside or "sites"].rule == "model"
+    place = "" if run.place == "output" else f" in the {run.place}"
+    return f"error of {'the whole model' if is_whole else 'attention alone'}{place}"
 
 
 def _ratio_details(test: Test, run: RunSummary) -> str:
@@ -420,7 +426,9 @@ def passing(report: EffectsReport, tests: Sequence[Test]) -> Statement | None:
 
 def _nearest_to_limit(report: EffectsReport, tests: Sequence[Test]) -> Statement | None:
     """Returns the statement on the passed test whose number is nearest to its limit; None
-    where no number was judged, or its run is not in the summary."""
+    where no number was judged, or its run is not in the summary. Of an output that is no
+    distribution, which flips nothing, it says that it is finite, or of a run without a
+    ratio that its error is 0."""
     passed = [test for test in tests if test.standing is Standing.HELD and test.metric]
     test = max(passed, key=lambda test: test.nearness, default=None)
     if test is None:
@@ -432,5 +440,9 @@ def _nearest_to_limit(report: EffectsReport, tests: Sequence[Test]) -> Statement
         if run.kind == kind and run.layer is None and of_run == who:
             if test.rule in ("own share", "model") and run.over:
                 return Statement(_ratio_clause(test, run), _ratio_details(test, run))
-            return Statement(flips_in_words(run))
+            if run.flips is not None:
+                return Statement(flips_in_words(run))
+            if test.rule == "finite":
+                return Statement("gives no NaN and no infinity")
+            return Statement(f"{_what_errs(run)}: 0")
     return None

@@ -18,7 +18,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -202,7 +202,6 @@ class Backward:
     S: Tensor
     lse: Tensor
     out: Tensor
-    cache: dict[str, Tensor] = field(default_factory=dict)
 
     def step(self, loss: Loss) -> dict[str, Tensor]:
         """Returns dq, dk and dv, by name, of FlashAttention-2's backward pass with one

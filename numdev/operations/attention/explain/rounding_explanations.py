@@ -16,17 +16,18 @@ SMALL = 0.005  # a site's share of the squared error that is not worth naming
 
 def explanations(rows: Sequence[AttributionRow]) -> tuple[Explanation, ...]:
     """Returns one explanation for each kernel, options, format and tensor, in the order
-    of the rows, from all its calls. That of `sdpa-default` is left out where a kernel
-    before it has the same, to the last number."""
+    of the rows, from all its calls. That of `sdpa-default` is left out where another
+    kernel has the same, to the last number."""
     groups = grouped(rows, lambda r: (r.kernel, str(r.options), r.format, r.tensor))
-    unique: list[Explanation] = []
-    for each in map(_explain_tensor, groups.values()):
+    every = [_explain_tensor(of_tensor) for of_tensor in groups.values()]
+    others = [each for each in every if each.kernel != DEFAULT]
+
+    def is_repeated(each: Explanation) -> bool:
+        """Whether another kernel has the explanation of `sdpa-default`."""
         same = {"kernel": each.kernel, "options": each.options}
-        if each.kernel != DEFAULT or each not in [
-            e.model_copy(update=same) for e in unique
-        ]:
-            unique.append(each)
-    return tuple(unique)
+        return each in [other.model_copy(update=same) for other in others]
+
+    return tuple(x for x in every if x.kernel != DEFAULT or not is_repeated(x))
 
 
 def _explain_tensor(rows: Sequence[AttributionRow]) -> Explanation:

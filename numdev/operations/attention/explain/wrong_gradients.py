@@ -208,15 +208,15 @@ def _describe_factor(factor: float, scale: float) -> str:
     """Returns a predicate of a gradient that is `factor` times the exact one, for a call
     of this scale: `is 0`, `is ln 2 times what it should be`, `is log2(e) times what it
     should be`, `lacks the scale` or `has the scale twice` where the factor is within SAME
-    of that, else `is 1.37 times what it should be`. `scale`: not 0, or it raises
-    ZeroDivisionError."""
+    of that, else `is 1.37 times what it should be`. Of a scale of 0, or one whose
+    reciprocal is not finite, no factor is the scale's."""
     factors = {
         "is 0": 0.0,
         "is ln 2 times what it should be": math.log(2),
         "is log2(e) times what it should be": 1 / math.log(2),
-        "lacks the scale": 1 / scale,
-        "has the scale twice": scale,
     }
+    if scale and math.isfinite(1 / scale):
+        factors |= {"lacks the scale": 1 / scale, "has the scale twice": scale}
     same = (
         words for words, f in factors.items() if abs(factor - f) <= SAME * (abs(f) or 1.0)
     )
