@@ -19,7 +19,7 @@ from numdev.gate.judgement import Judgement
 from numdev.gate.judging import check_system
 from numdev.gate.rules import Rules, default_rules_for_functions, read_rules
 from numdev.kernels import import_callable
-from numdev.operations.function.inputs import calls_of
+from numdev.operations.function.inputs import calls_of, parameters_of
 from numdev.operations.function.judged import DRAWS
 from numdev.operations.function.observed_calls import FunctionRun
 from numdev.operations.function.problem_files import (
@@ -92,9 +92,7 @@ def check_beside(
 
     Raises UsageError for wrong arguments; MeasurementError where the process does not
     answer, and where the rules were made for another system."""
-    seeds = (seeds,) if isinstance(seeds, int) else tuple(seeds)
-    if not seeds:
-        raise UsageError("seeds: expected at least 1, got 0")
+    seeds = at_least_one_seed(seeds)
     tolerance = None if power is None else parsed_tolerance(power)
     make = calls_of(inputs, reference, shapes=shapes)
     system = System.probe(device)
@@ -117,6 +115,14 @@ def check_beside(
     request = {"target": asked.name, "inputs": source or shapes}
     rules = rules_of(thresholds)
     return judged_result(parts, request, system, rules, tolerance, reproducers)
+
+
+def at_least_one_seed(seeds: int | Sequence[int]) -> tuple[int, ...]:
+    """Returns seeds, or a single one, as a tuple in order. Raises UsageError for none."""
+    every = (seeds,) if isinstance(seeds, int) else tuple(seeds)
+    if not every:
+        raise UsageError("seeds: expected at least 1, got 0")
+    return every
 
 
 def _with_reproducer(
@@ -160,9 +166,7 @@ def check_problem(
     `reproducers`: as of `check_beside`. Raises UsageError for wrong arguments and files;
     MeasurementError where the process does not answer, and where the rules were made for
     another system."""
-    seeds = (seeds,) if isinstance(seeds, int) else tuple(seeds)
-    if not seeds:
-        raise UsageError("seeds: expected at least 1, got 0")
+    seeds = at_least_one_seed(seeds)
     tolerance = None if power is None else parsed_tolerance(power)
     system = System.probe(device)
     read = ProblemFile.read(Path(problem), system.device)
@@ -325,10 +329,7 @@ def takes_one(function: Callable[..., object]) -> bool:
     """Whether a function has exactly one parameter without a default, and takes that by
     position. False where it takes any number of arguments (`*data`), where it also needs
     a keyword, and where its signature cannot be read."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return False
+    parameters = (parameters_of(function) or {}).values()
     needed = [
         p for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD
     ]

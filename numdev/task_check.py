@@ -16,7 +16,13 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from numdev.errors import UsageError, one_line
-from numdev.function_check import judged_result, match, rules_of, run_format
+from numdev.function_check import (
+    at_least_one_seed,
+    judged_result,
+    match,
+    rules_of,
+    run_format,
+)
 from numdev.operations.function.definitions import (
     Definition,
     DefinitionSurroundings,
@@ -89,7 +95,7 @@ def check_task(
     judge outputs by their properties, and where all tests are too large; MeasurementError
     where the process does not answer, and where the rules were made for another
     system."""
-    seeds = _seeds(seeds)
+    seeds = at_least_one_seed(seeds)
     tolerance = None if power is None else parsed_tolerance(power)
     system = System.probe(device)
     folder = TaskFolder.read(Path(task))
@@ -147,7 +153,7 @@ def check_definition(
     need a build, and for inputs whose meaning a definition does not tell;
     MeasurementError where the process does not answer, and where the rules were made for
     another system."""
-    seeds = _seeds(seeds)
+    seeds = at_least_one_seed(seeds)
     tolerance = None if power is None else parsed_tolerance(power)
     system = System.probe(device)
     read = read_definition(Path(definition))
@@ -272,15 +278,6 @@ def _axes(shapes: str) -> dict[str, tuple[int, ...]]:
         if len(size) != 1:
             raise UsageError(f"shape: expected one number for the axis {name}")
     return sizes
-
-
-def _seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
-    """Returns one seed, or several in their order, as a tuple. Raises UsageError for an
-    empty sequence."""
-    every = (seeds,) if isinstance(seeds, int) else tuple(seeds)
-    if not every:
-        raise UsageError("seeds: expected at least 1, got 0")
-    return every
 
 
 def _runner(target: str, around: Surroundings, process: FunctionProcess | None) -> RunAll:

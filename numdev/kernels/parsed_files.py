@@ -31,8 +31,10 @@ def parsed_file(file: Path) -> ast.Module:
     except OSError as error:
         raise UsageError(f"{file}: cannot be read ({error.strerror})") from error
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        why = why_not_imported(error)
-        raise UsageError(why if names_place(error) else f"{file}: {why}") from error
+        what = f"{file}: not valid Python ({one_line(error)})"
+        raise UsageError(
+            why_not_imported(error) if names_place(error) else what
+        ) from error
 
 
 def _signature(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:

@@ -75,9 +75,8 @@ def calls_of(
 def _check_names(names: Iterable[str], function: Callable[..., object]) -> None:
     """Raises UsageError for the first name that is no parameter of a function. Every name
     passes where its signature cannot be read, or where it takes any (`**kwargs`)."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):
+    parameters = parameters_of(function)
+    if parameters is None:
         return
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
@@ -88,6 +87,17 @@ def _check_names(names: Iterable[str], function: Callable[..., object]) -> None:
                 f"shape: the reference takes {accepted}, got {name!r}",
                 hint=closest(name, parameters),
             )
+
+
+def parameters_of(
+    function: Callable[..., object],
+) -> Mapping[str, inspect.Parameter] | None:
+    """Returns the parameters of a function by name, in order; None where its signature
+    cannot be read, as that of some functions in C."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None
 
 
 def parsed_shapes(text: str) -> dict[str, tuple[int, ...]]:
@@ -142,7 +152,7 @@ def _from_function(
     and restored afterwards, those of CUDA only where CUDA was in use. Raises UsageError
     where the function raises an exception or SystemExit, needs several arguments, or
     returns None, a text, bytes or an iterator."""
-    with torch.random.fork_rng(devices=_devices()):
+    with torch.random.fork_rng(devices=cuda_devices()):
         torch.manual_seed(seed)
         arguments = _seed_for(make, seed)
         try:
@@ -161,7 +171,7 @@ def _from_function(
     return [arguments_of(data, function)]
 
 
-def _devices() -> Sequence[int]:
+def cuda_devices() -> Sequence[int]:
     """Returns the indices of all CUDA devices; empty where CUDA has not been in use."""
     return range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
 
@@ -171,10 +181,7 @@ def _seed_for(make: Callable[..., object], seed: int) -> dict[str, int]:
     else for its only parameter without a default. Empty where all parameters have a
     default, and where the signature cannot be read. Raises UsageError for several without
     a default, `seed` not among them."""
-    try:
-        parameters = inspect.signature(make).parameters
-    except (TypeError, ValueError):
-        return {}
+    parameters = parameters_of(make) or {}
     if "seed" in parameters:
         return {"seed": seed}
     needed = [n for n, p in parameters.items() if p.default is p.empty

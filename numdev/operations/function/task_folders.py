@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import ast
 import importlib
-import inspect
 import math
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ import torch
 
 from numdev.errors import UsageError, one_line
 from numdev.kernels.parsed_files import parsed_file, why_not_imported
-from numdev.operations.function.inputs import Make
+from numdev.operations.function.inputs import Make, cuda_devices, parameters_of
 from numdev.operations.function.surroundings import Surroundings, uninitialised_is_nan
 from numdev.operations.function.trees import Arguments
 from numdev.yamlfile import Loose, read_yaml
@@ -154,14 +154,14 @@ class ImportedTask:
         A test's own seed is raised by `seed`; a task that takes a seed and has none in
         the test gets `seed`. PyTorch's generators are seeded and restored. Raises
         UsageError where `generate_input` raises."""
-        takes = inspect.signature(self.generate).parameters
+        takes = parameters_of(self.generate) or {}
         first = sizes.get(SEED)
         named = dict(sizes)
         if isinstance(first, int):
             named[SEED] = first + seed
         elif SEED in takes and SEED not in named:
             named[SEED] = seed
-        with torch.random.fork_rng(devices=_devices()), uninitialised_is_nan():
+        with torch.random.fork_rng(devices=cuda_devices()), uninitialised_is_nan():
             torch.manual_seed(seed)
             try:
                 data = self.generate(**named)
@@ -231,11 +231,6 @@ def _numbers(arguments: Arguments) -> int:
     return sum(x.numel() for x in arguments.leaves().values())
 
 
-def _devices() -> Sequence[int]:
-    """Returns the indices of all CUDA devices; empty where CUDA has not been in use."""
-    return range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-
-
 def _files(path: Path, listed: Sequence[_TaskFile]) -> Iterator[tuple[str, Path]]:
     """Yields the names of a task's files with their paths: the `.py` files of its folder
     by name, then those that `task.yml` lists, but for the submission's. Raises UsageError
@@ -247,7 +242,8 @@ def _files(path: Path, listed: Sequence[_TaskFile]) -> Iterator[tuple[str, Path]
         if entry.source in (SUBMITTED, None):
             continue
         source = path / entry.source
-        if Path(entry.name).name != entry.name or not source.is_file():
+        # A name too long for a file is none of a file either
+        if Path(entry.name).name != entry.name or not os.path.isfile(source):
             what = f"{entry.name}: no such file {source}"
             raise UsageError(f"{path / 'task.yml'}: {what}")
         yield entry.name, source
