@@ -3,7 +3,7 @@ numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -39,6 +39,13 @@ class Rounding(Protocol):
         """Returns a Python number as the operation `func` on tensors of `dtype` reads it
         on this device."""
 
+    def arguments(
+        self, func: OpOverload, args: tuple[object, ...], written: Sequence[Tensor]
+    ) -> tuple[object, ...]:
+        """Returns the positional arguments as `result` is to get them, before the
+        operation writes into those tensors whose fp64 values are `written`, and so may
+        change others too. What `result` reads of these has to be copied here."""
+
     def result(
         self,
         func: OpOverload,
@@ -47,7 +54,8 @@ class Rounding(Protocol):
         dtype: torch.dtype,
     ) -> Tensor:
         """Returns the values that the operation `func` returns, or writes, rounded to
-        `dtype` or not. It is never asked about a view."""
+        `dtype` or not. `args`: what `arguments` returned. It is never asked about a
+        view."""
 
 
 class Unrounded:
@@ -62,6 +70,12 @@ class Unrounded:
     ) -> float:
         """Returns `value` as it is."""
         return value
+
+    def arguments(
+        self, func: OpOverload, args: tuple[object, ...], written: Sequence[Tensor]
+    ) -> tuple[object, ...]:
+        """Returns `args` as they are."""
+        return args
 
     def result(
         self,
@@ -107,6 +121,12 @@ class EveryOperation:
         # float32 first, which turns decimal ties (1.25 x 0.7) back into ties. Unrounded
         # it does the same here.
         return value
+
+    def arguments(
+        self, func: OpOverload, args: tuple[object, ...], written: Sequence[Tensor]
+    ) -> tuple[object, ...]:
+        """Returns `args` as they are: `result` reads no values of theirs."""
+        return args
 
     def result(
         self,

@@ -240,6 +240,7 @@ class _Call:
         rounding: Rounding,
     ) -> None:
         self.func, self.args, self.kwargs, self.rounding = func, args, kwargs, rounding
+        self.args_before = args  # as they are before the operation writes
         floats = [x for x in tree_leaves((args, kwargs)) if is_floating(x)]
         self.has_floats = bool(floats)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -261,6 +262,9 @@ class _Call:
                 raise unsupported_error(self.func, "it writes into a lazy conjugate")
             values = widened(target)
             self.wide_targets[id(target)], self.stands_for[id(values)] = values, target
+        if self.targets:
+            written = list(self.wide_targets.values())
+            self.args_before = self.rounding.arguments(self.func, self.args, written)
         args, kwargs = tree_map(self._read_leaf, self._arguments_with_read_numbers())
         args, kwargs = _without_half_to_float(self.func, args, kwargs)
         try:
@@ -362,7 +366,7 @@ class _Call:
         """Returns `values` rounded to `dtype` as the run's rounding says. Raises
         Unsupported for a dtype that numdev has no format for."""
         try:
-            return self.rounding.result(self.func, self.args, values, dtype)
+            return self.rounding.result(self.func, self.args_before, values, dtype)
         except UsageError as error:
             raise unsupported_error(
                 self.func, f"numdev has no format for {dtype}"

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple, cast
 
 import torch
@@ -124,6 +125,26 @@ class Arithmetic(EveryOperation):
         self.numbers: dict[torch.device, Tensor] = {}  # as many as a power of two
         self.operations = 0
 
+    def arguments(
+        self, func: OpOverload, args: tuple[object, ...], written: Sequence[Tensor]
+    ) -> tuple[object, ...]:
+        """Returns the arguments, of a sum or a norm with copies in fp64 of those that
+        share memory with what is `written`: its error is that of what they hold now."""
+        if func.overloadpacket.__name__.rstrip("_") not in READ:
+            return args
+        memory = {x.untyped_storage().data_ptr() for x in written}
+
+        def before(x: object) -> object:
+            """Returns a copy of a tensor that shares memory with what is written;
+            anything else as it is."""
+            values = widened(x)
+            if not is_floating(values):
+                return x
+            is_written = values.untyped_storage().data_ptr() in memory
+            return values.clone() if is_written else x
+
+        return tuple(map(before, args))
+
     def result(
         self,
         func: OpOverload,
@@ -137,14 +158,15 @@ class Arithmetic(EveryOperation):
         dtype = torch.float32 if self.is_narrow and dtype == torch.float64 else dtype
         fmt = None if dtype.is_complex else values_format(dtype)
         if fmt in (FLOAT32, FLOAT64) and values.numel():
-            variance = variance_of(func, args, values)
+            returning = returning_of(func)
+            variance = variance_of(returning, args, values)
             if fmt == FLOAT64:
                 variance = _in_float64(variance, values)
             if variance is not None:
-                error = self._of_what_cancels(func, args, values)
+                error = self._of_what_cancels(returning, args, values)
                 if fmt == FLOAT64:
                     error = error * (FLOAT64.unit_roundoff / U * OF_TRUTH**0.5)
-                values = values + self._error(func, args, values, variance) + error
+                values = values + self._error(returning, args, values, variance) + error
         return super().result(func, args, values, dtype)
 
     def _error(
@@ -225,15 +247,41 @@ def _as_int64(bits: int) -> int:
     return (bits + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
+@cache
+def returning_of(func: OpOverload) -> OpOverload:
+    """Returns the operator that returns what another one writes into its first argument,
+    or into `out=`: `aten.index_add.default` of `aten.index_add_.default`,
+    `aten.sum.dim_IntList` of `aten.sum.IntList_out`. The operator itself where it only
+    returns results, and where there is none of the same other arguments."""
+    packet = getattr(aten, func.overloadpacket.__name__.rstrip("_"), None)
+    if not func._schema.is_mutable or packet is None:
+        return func
+    inputs = _inputs_of(func)
+    overloads = (getattr(packet, name) for name in packet.overloads())
+    fitting = (
+        x for x in overloads if not x._schema.is_mutable and _inputs_of(x) == inputs
+    )
+    return next(fitting, func)
+
+
+def _inputs_of(func: OpOverload) -> list[tuple[str, str]]:
+    """Returns the names and types of an operator's arguments but for those that it only
+    writes (`out=`)."""
+    return [
+        (x.name, str(x.type)) for x in func._schema.arguments
+        if not (x.kwarg_only and x.alias_info is not None and x.alias_info.is_write)
+    ]  # fmt: skip
+
+
 def variance_of(func: OpOverload, args: Arguments, values: Tensor) -> Tensor | None:
     """Returns the variance of the error that an operator makes in float32 before its
     result is rounded, of the shape of `values`; 0 where it is not finite; None for an
-    operator that errs in rounding alone. `args`: the operator's; `values`: its exact
-    result, not empty."""
+    operator that errs in rounding alone. `func`: one that returns its result
+    (`returning_of`); `args`: the operator's; `values`: its exact result, not empty."""
     name = func.overloadpacket.__name__
-    if name.rstrip("_") in FUNCTIONS:
+    if name in FUNCTIONS:
         size = values.abs()
-        if name.rstrip("_") in GELUS:
+        if name in GELUS:
             size = torch.maximum(size, cast(Tensor, widened(args[0])).abs() / 2)
         return _finite((OF_A_FUNCTION * U * size).square())
     terms = TERMS.get(name)
@@ -528,3 +576,4 @@ TERMS: Mapping[str, Callable[[OpOverload, Arguments, Tensor], Terms]] = {
     **dict.fromkeys(AVERAGED_GRADIENTS, _averaged),
     **dict.fromkeys(("index_add", "scatter_add"), _added_at),
 }
+READ = frozenset((*TERMS, *NORMS, *SCATTERED, *GELUS))  # whose arguments' values count

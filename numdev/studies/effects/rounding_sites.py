@@ -6,7 +6,7 @@ of them is at `other`."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -139,6 +139,12 @@ class AtSites:
             return value
         is_rounded = self.places.site_of(func, ()) in self.sites
         return round_number(value, fmt) if is_rounded else value
+
+    def arguments(
+        self, func: OpOverload, args: tuple[object, ...], written: Sequence[Tensor]
+    ) -> tuple[object, ...]:
+        """Returns `args` as they are: `result` reads no values of theirs."""
+        return args
 
     def result(
         self,
