@@ -227,13 +227,17 @@ def _reference(
 ) -> Callable[..., object]:
     """Returns a definition's reference, a function that takes its inputs by place or by
     name and returns its outputs by name. Raises UsageError where its code cannot be
-    run."""
+    run. The reference raises UsageError where it does not return what the definition says
+    (`check_outputs`)."""
     plain = Surroundings(folder=str(folder), modules=(), device=around.device)
     run = plain.function_at(reference_of(definition, folder))
 
     @functools.wraps(run)
     def reference(*arguments: object, **named: object) -> object:
-        return by_name(definition, run(*in_order(definition, arguments, named)))
+        inputs = in_order(definition, arguments, named)
+        outputs = by_name(definition, run(*inputs))
+        around.check_outputs(inputs, outputs)
+        return outputs
 
     return reference
 

@@ -543,6 +543,37 @@ def test_no_solution_is_blamed_for_its_definition(
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        (
+            {"reference": "def run(x, weight):\n    return x, x\n"},
+            "expected outputs out, its run returns out, 1",
+        ),
+        (
+            {"reference": "def run(x, weight):\n    return {'y': x}\n"},
+            "expected outputs out, its run returns y",
+        ),
+        (
+            {"reference": "def run(x, weight):\n    return x.float()\n"},
+            "out: expected bfloat16 [24, 192], its run returns float32 [24, 192]",
+        ),
+        (
+            {"reference": "def run(x, weight):\n    return x[1:]\n"},
+            "out: expected bfloat16 [24, 192], its run returns bfloat16 [23, 192]",
+        ),
+    ],
+)
+def test_a_reference_that_returns_other_outputs_is_told(
+    tmp_path: Path, parts: dict[str, object], words: str
+) -> None:
+    result = check_definition(
+        DEFINITION / "solution.json", definition=changed(tmp_path, **parts)
+    )
+    assert result.verdict == "NOT JUDGED"
+    assert words in result.in_short
+
+
 def test_memory_for_a_complex_output_is_nan(tmp_path: Path) -> None:
     reference = "import torch\ndef run(x):\n    return torch.complex(x, -x)\n"
     inputs = {"x": {"shape": ["batch", "hidden"], "dtype": "float32"}}

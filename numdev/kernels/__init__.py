@@ -338,8 +338,8 @@ def import_callable(path: str, role: str) -> Callable[..., object]:
     """Imports and returns the callable `package.module:name` or `FILE.py:name`. `role`:
     what it is for ("kernel", "model"), which messages name. Adds the current folder to
     the end of sys.path, and a file's (`importable_path`). Raises UsageError as
-    `importable_path`, where the import or the look-up of the name raises an Exception
-    (SystemExit passes), and where nothing callable has this name."""
+    `importable_path`, where the import or the look-up of the name raises an Exception or
+    SystemExit, and where nothing callable has this name."""
     module_name, _, attribute = importable_path(path).partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -347,7 +347,7 @@ def import_callable(path: str, role: str) -> Callable[..., object]:
         module = importlib.import_module(module_name)
         # A module's `__getattr__` may import what it needs only now
         function: Callable[..., object] | None = getattr(module, attribute, None)
-    except Exception as error:  # an import runs foreign code: anything may come out of it
+    except (Exception, SystemExit) as error:  # an import runs foreign code
         raise _import_error(error, module_name, f"the {role} {path!r}") from error
     if not callable(function):
         if hasattr(module, attribute):
@@ -361,7 +361,7 @@ def import_callable(path: str, role: str) -> Callable[..., object]:
     return function
 
 
-def _import_error(error: Exception, module: str, purpose: str) -> UsageError:
+def _import_error(error: BaseException, module: str, purpose: str) -> UsageError:
     """Returns the UsageError for an exception that an import raised, with a hint where a
     module is missing. `module`: what was imported; `purpose`: what it was for, as the
     message says it (`the kernel 'a.b:f'`). The message of a SyntaxError is the file, line

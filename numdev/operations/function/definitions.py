@@ -8,6 +8,7 @@ from a file of workloads or a function."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -167,6 +168,28 @@ class DefinitionSurroundings(Surroundings):
             return by_name(self.definition, outputs if outputs else returned)
 
         return call
+
+    def check_outputs(
+        self, inputs: Sequence[object], outputs: Mapping[str, object]
+    ) -> None:
+        """Raises UsageError where a reference returns other outputs than the definition
+        names; with `passes_outputs` also where one has another dtype or shape than the
+        memory that solutions get for it. A single number may have any shape."""
+        name, forms = self.definition.name, self.definition.outputs
+        if set(outputs) != set(forms):
+            what = f"expected outputs {', '.join(forms)}, its run returns "
+            raise UsageError(f"definition {name}: {what}{', '.join(outputs) or 'none'}")
+        sizes = axes_of(self.definition, inputs)
+        for output, form in forms.items():
+            x = outputs[output]
+            if not self.passes_outputs or not isinstance(x, Tensor):
+                continue
+            shape = [sizes.get(axis, -1) for axis in form.shape or ()]
+            fits = list(x.shape) == shape or x.numel() == math.prod(shape) == 1
+            if not fits or x.dtype != _dtype(form):
+                what = f"{output}: expected {short_name(_dtype(form))} {shape}, its run "
+                got = f"returns {short_name(x.dtype)} {list(x.shape)}"
+                raise UsageError(f"definition {name}: {what}{got}")
 
     def memory(self, inputs: Sequence[object]) -> list[Tensor]:
         """Returns memory for the outputs of a call, in the definition's order, filled
