@@ -761,7 +761,7 @@ def test_a_norms_elements_share_the_errors_of_their_statistics() -> None:
         for i in range(20)
     ]
     errors = torch.stack(runs).reshape(20, 4, 3, -1)
-    shift, rest = errors.mean(-1), errors.std(-1)
+    shift, spread = errors.mean(-1), errors.std(-1)
     by_group = shift.square().mean((0, 1)).sqrt()
     assert float(by_group[1] / by_group[0]) > 10
-    assert float((shift[:, :, 1].abs() / rest[:, :, 1]).median()) > 3
+    assert float((shift[:, :, 1].abs() / spread[:, :, 1]).median()) > 3

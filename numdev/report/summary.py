@@ -100,8 +100,10 @@ def _kernel_summary(rows: Sequence[DeviationRow], places: Places) -> KernelSumma
     reasons = dict.fromkeys(why for why in whys if why is not None)
     # Over the floor's error; 0 where all runs gave the same bits, None where they did not
     # in a head whose floor has no error
-    noise = [noise_ratio(row) for row in rows if row.noise is not None]
-    noisiest = max((x for x in noise if x is not None), default=None)
+    ratios = [noise_ratio(row) for row in rows if row.noise is not None]
+    noise = max((x for x in ratios if x is not None), default=None)
+    if noise == 0 and None in ratios:
+        noise = None
     largest = max((row.max_abs for row in ok if row.max_abs is not None), default=None)
     sampled = max((row.rows_measured or 0 for row in ok if row.sampled), default=None)
     suspects = max((row.suspects or 0 for row in ok), default=0)
@@ -130,7 +132,7 @@ def _kernel_summary(rows: Sequence[DeviationRow], places: Places) -> KernelSumma
         rows_measured=sampled,
         suspects=suspects or None,
         expected_ratio_interval=worst.interval.get("expected_ratio"),
-        noise=None if noisiest == 0 and None in noise else noisiest,
+        noise=noise,
         biased_heads=_biased_head_count(ok),
         gradients=gradients,
         phases=phases,
