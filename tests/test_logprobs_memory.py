@@ -3,7 +3,10 @@ many there are."""
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
 import tempfile
 import tracemalloc
 from pathlib import Path
@@ -76,6 +79,19 @@ def test_items_in_a_file_are_read_as_often_as_asked(
         items[5]
     with pytest.raises(ValueError, match="one length"):
         Mapped(np.add, items, arrays[:2])
+
+
+def test_a_full_disk_is_told_with_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the system says it: TMPDIR may be on another disk than the report."""
+
+    class Full(io.BytesIO):
+        def write(self, content: object) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(lazy_sequences, "SpooledTemporaryFile", lambda _size: Full())
+    with pytest.raises(OSError, match="No space left on device") as raised:
+        in_file([1])
+    assert raised.value.filename == tempfile.gettempdir()
 
 
 @settings(max_examples=50)

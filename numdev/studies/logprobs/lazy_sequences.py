@@ -10,7 +10,7 @@ import pickle
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from os import SEEK_END
-from tempfile import SpooledTemporaryFile
+from tempfile import SpooledTemporaryFile, gettempdir
 from typing import Generic, NamedTuple, Protocol, TypeVar, overload
 
 T = TypeVar("T")
@@ -52,7 +52,8 @@ class ItemPlace(NamedTuple):
 
 class ItemFile(Generic[T]):
     """A temporary file of items, which are read by the place that writing one returns.
-    Raises OSError where the disk is full. Only what this process wrote is unpickled."""
+    Raises OSError, with the folder, where the disk is full. Only what this process wrote
+    is unpickled."""
 
     def __init__(self) -> None:
         self._file = SpooledTemporaryFile(MOST_IN_MEMORY)  # noqa: SIM115
@@ -63,7 +64,10 @@ class ItemFile(Generic[T]):
         """Appends an item and returns its place."""
         content = pickle.dumps(item, pickle.HIGHEST_PROTOCOL)
         place = ItemPlace(self._file.seek(0, SEEK_END), len(content))
-        self._file.write(content)
+        try:
+            self._file.write(content)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, gettempdir()) from error
         return place
 
     def read(self, place: ItemPlace) -> T:
