@@ -765,3 +765,47 @@ def test_a_norms_elements_share_the_errors_of_their_statistics() -> None:
     by_group = shift.square().mean((0, 1)).sqrt()
     assert float(by_group[1] / by_group[0]) > 10
     assert float((shift[:, :, 1].abs() / spread[:, :, 1]).median()) > 3
+
+
+def separable(x: Tensor) -> Tensor:
+    """Twice as large by linear interpolation, axis by axis, in the dtype of x."""
+    for axis in (2, 3):
+        size = x.shape[axis]
+        place = ((torch.arange(2 * size) + 0.5) / 2 - 0.5).clamp(0, size - 1)
+        low = place.floor().long()
+        high = (low + 1).clamp(max=size - 1)
+        weight = (place - low).reshape([-1] + [1] * (3 - axis))
+        x = x.index_select(axis, low) * (1 - weight) + x.index_select(axis, high) * weight
+    return x
+
+
+def doubled(x: Tensor) -> Tensor:
+    return torch.nn.functional.interpolate(x, scale_factor=2, mode="bilinear")
+
+
+def by_parts(x: Tensor, y: Tensor) -> Tensor:
+    """A complex product by four real ones: a part may cancel."""
+    real = x.real @ y.real - x.imag @ y.imag
+    return torch.complex(real, x.real @ y.imag + x.imag @ y.real)
+
+
+@pytest.mark.parametrize("seed", [0, 30])
+def test_sound_code_in_another_order_is_not_accused(seed: int) -> None:
+    """Both were, in float32: neither weighted means nor the parts of complex sums had
+    more than the rounding of their results."""
+
+    def pair(seed: int) -> tuple[Tensor, Tensor]:
+        parts = torch.randn(4, 16, 16, generator=torch.Generator().manual_seed(seed))
+        return torch.complex(*parts[:2]), torch.complex(*parts[2:])
+
+    def plane(seed: int) -> Tensor:
+        return torch.randn(2, 3, 9, 7, generator=torch.Generator().manual_seed(seed))
+
+    for function, reference, inputs in (
+        (separable, doubled, plane),
+        (by_parts, torch.matmul, pair),
+    ):
+        result = check_beside(
+            function, reference=reference, inputs=inputs, seeds=seed, formats="float32"
+        )
+        assert result.passed, str(result)

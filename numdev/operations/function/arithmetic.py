@@ -86,6 +86,11 @@ SPREAD_GRADIENTS = frozenset(
     replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward
     col2im""".split()  # noqa: SIM905
 )
+# Means with weights that add up to 1, of two places along each axis.
+INTERPOLATIONS = frozenset(
+    ("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d")
+)
+PRODUCTS = frozenset(("mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addmv"))
 AVERAGES = frozenset(
     ("avg_pool1d", "avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d",
      "_adaptive_avg_pool3d")
@@ -154,7 +159,7 @@ class Arithmetic(EveryOperation):
     ) -> Tensor:
         """Returns an operator's fp64 values rounded to the format of `dtype`. Before that
         an error is added to float32 values, of the variance of `variance_of`, and to
-        float64 ones, of that of `_in_float64`. Complex results are rounded alone."""
+        float64 ones, of that of `_in_float64`; to complex64 ones that of `_of_parts`."""
         dtype = torch.float32 if self.is_narrow and dtype == torch.float64 else dtype
         fmt = None if dtype.is_complex else values_format(dtype)
         if fmt in (FLOAT32, FLOAT64) and values.numel():
@@ -167,7 +172,26 @@ class Arithmetic(EveryOperation):
                 if fmt == FLOAT64:
                     error = error * (FLOAT64.unit_roundoff / U * OF_TRUTH**0.5)
                 values = values + self._error(returning, args, values, variance) + error
+        if dtype == torch.complex64 and values.numel():
+            values = values + self._of_parts(returning_of(func), args, values)
         return super().result(func, args, values, dtype)
+
+    def _of_parts(
+        self, func: OpOverload, args: Arguments, values: Tensor
+    ) -> Tensor | float:
+        """Returns the float32 errors of the real and imaginary parts of a complex product
+        of matrices or vectors, each a sum of twice as many terms, of which little may be
+        left in one part; 0 for anything else."""
+        name = func.overloadpacket.__name__
+        if name not in PRODUCTS:
+            return 0.0
+        sizes = [x.abs() if isinstance(x, Tensor) else x for x in map(widened, args)]
+        added = TERMS[name](func, sizes, values)
+        errors = []
+        for part in (values.real, values.imag):
+            variance = _finite(of_sum(part, 2 * added.count, added.squares / 2))
+            errors.append(variance.sqrt() * self._drawn(part, part.shape))
+        return torch.complex(*errors)
 
     def _error(
         self, func: OpOverload, args: Arguments, values: Tensor, variance: Tensor
@@ -521,6 +545,13 @@ def _pooled(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
     return Terms(count, func(x.square(), *args[1:]) / count)
 
 
+def _interpolated(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
+    """Returns the terms of an interpolation: of each axis but the first two, two places.
+    Their weights, at most 1, count once in the squares, which makes these too large."""
+    x = cast(Tensor, widened(args[0]))
+    return Terms(2.0 ** (x.ndim - 2), func(x.square(), *args[1:]))
+
+
 def _spread(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
     """Returns the terms of the gradient of an operator that picks, repeats or
     interpolates. The terms of a place are the numbers that come back to it. Weights below
@@ -564,6 +595,12 @@ def _added_at(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
     return Terms(count, func(x.square(), axis, places, added.square()))
 
 
+_OF_WINDOWS: Mapping[str, Callable[[OpOverload, Arguments, Tensor], Terms]] = {
+    **dict.fromkeys(AVERAGES, _pooled),
+    **dict.fromkeys(INTERPOLATIONS, _interpolated),
+    **dict.fromkeys(SPREAD_GRADIENTS, _spread),
+    **dict.fromkeys(AVERAGED_GRADIENTS, _averaged),
+}
 TERMS: Mapping[str, Callable[[OpOverload, Arguments, Tensor], Terms]] = {
     **dict.fromkeys(("sum", "mean", "nansum"), _reduced),
     "cumsum": _along,
@@ -571,9 +608,7 @@ TERMS: Mapping[str, Callable[[OpOverload, Arguments, Tensor], Terms]] = {
     **dict.fromkeys(("addmm", "baddbmm", "addmv"), _product(1)),
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
-    **dict.fromkeys(AVERAGES, _pooled),
-    **dict.fromkeys(SPREAD_GRADIENTS, _spread),
-    **dict.fromkeys(AVERAGED_GRADIENTS, _averaged),
+    **_OF_WINDOWS,
     **dict.fromkeys(("index_add", "scatter_add"), _added_at),
 }
 READ = frozenset((*TERMS, *NORMS, *SCATTERED, *GELUS))  # whose arguments' values count
