@@ -16,6 +16,7 @@ import numdev
 from numdev.errors import MeasurementError
 from numdev.exact.wide_tensors import Wide, widened
 from numdev.formats import FORMATS, round_to
+from numdev.function_check import check_beside
 from numdev.operations.function import other_references
 from numdev.operations.function.causes import causes_of
 from numdev.operations.function.other_operations import truncated
@@ -458,3 +459,18 @@ def test_few_numbers_are_explained_by_luck() -> None:
     for count, words in ((7, None), (8, "it is 1.37 times what it should be")):
         x = torch.linspace(1, 2, count)
         assert cause(lambda x: x.sin(), lambda x: 1.37 * x.sin(), x) == words
+
+
+def test_a_term_that_is_left_out_is_no_exponent_with_which_it_vanishes() -> None:
+    """Of -300, the fit of a power that was not added."""
+
+    def loss(x: Tensor) -> Tensor:
+        size = torch.logsumexp(x, -1)
+        return size - x[:, 0] + 1e-2 * size**2
+
+    def without(x: Tensor) -> Tensor:
+        return torch.logsumexp(x, -1) - x[:, 0]
+
+    result = check_beside(without, reference=loss, shapes="x=40x64", formats="float32")
+    assert "exponent" not in str(result), str(result)
+    assert any(x in str(result) for x in ("multiplies by 0", "add is left out"))

@@ -214,7 +214,12 @@ class Search:
 
             other, left = fitted(number, residual, error, self.spend)
             if left * PROMISING < error and other != number.value:
-                self.consider_all(number.words(other), number.results(other))
+                words = number.words(other)
+                self.consider_all(words, number.results(other))
+                best = self.best.get(name)
+                if best and best.words == words and number.may_vanish(other):
+                    self.effects.add(name)
+                    self.explained.discard(name)
 
 
 def causes_of(

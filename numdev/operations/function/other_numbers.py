@@ -89,6 +89,11 @@ class NumberInUse:
         name, _, after = self.template.partition(" is ")
         return name if after and name.isidentifier() else "number"
 
+    def may_vanish(self, other: float) -> bool:
+        """Whether another number may fit since a term vanishes with it: an exponent of
+        the other sign."""
+        return self.template == CLAUSES["pow"] and other * self.value < 0
+
     def results(self, other: float) -> Values:
         """Returns the exact results with `other` in the number's place, by name; empty
         where the reference raises, since some numbers are none for it."""
