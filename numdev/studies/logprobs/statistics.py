@@ -205,8 +205,8 @@ def jackknife(
         return SequenceEstimate(mean=mean)
     half = student(n - 1, confidence) * spread
     # Of values that are no log-probabilities the number itself may be impossible
-    low = min(mean, max(within[0], mean - half))
-    high = max(mean, min(within[1], mean + half))
+    low = min(max(within[0], mean - half), mean)
+    high = max(min(within[1], mean + half), mean)
     return SequenceEstimate(mean=mean, low=low, high=high)
 
 
