@@ -214,7 +214,12 @@ def _modes_restored() -> Iterator[None]:
     finally:
         torch.set_default_dtype(dtype)
         torch.set_grad_enabled(is_on)
-        torch.use_deterministic_algorithms(deterministic, warn_only=warns)
+        now = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+        if now != (deterministic, warns):  # which loads PyTorch's compiler
+            torch.use_deterministic_algorithms(deterministic, warn_only=warns)
         if torch.get_float32_matmul_precision() != precision:
             torch.set_float32_matmul_precision(precision)
         if torch.get_num_threads() != threads:
