@@ -72,7 +72,7 @@ class TensorSpec:
 
     @property
     def in_words(self) -> str:
-        """Returns what sentences call the tensor: `words`, or its name where these are
+        """Returns what sentences call the tensor: `words`, or its name where `words` is
         empty."""
         return self.words or self.name
 

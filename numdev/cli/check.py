@@ -241,8 +241,9 @@ class CheckedAgainst:
         formats: tuple[str, ...],
         backward: bool | None,
     ) -> None:
-        """Raises UsageError where more than one of these options is set, and for other
-        options of the command that do not go with the one that is."""
+        """Raises UsageError where more than one of these options is set; for `inputs` or
+        `shapes` beside a problem; for `inputs` beside a task; for `formats`, or
+        `backward` True, beside a task or a definition. Empty ones pass."""
         several = self.options()
         if len(several) > 1:
             raise UsageError(f"expected one of {' and '.join(several)}, got both")

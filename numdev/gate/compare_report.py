@@ -154,7 +154,7 @@ class CompareReport(Report):
     def exit_code(self) -> int:
         """Returns 1 where something moved or is gone, which is certain whatever else
         failed; 3 where a call failed, nothing was judged, or a pair that differs could
-        not be; else 0."""
+        not be judged; else 0."""
         whole = self.measured and not self.summary.unjudged
         return 1 if self.moved else 3 if self.failed or not whole else 0
 

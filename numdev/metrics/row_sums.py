@@ -135,8 +135,10 @@ def row_sums(
 ) -> RowSums:
     """Returns the sums over each row of an output [B, H, rows, features], measured
     against a yardstick and the emulation's output `expected` of the same shape; without
-    one (None) nothing is compared with a prediction. Elements that are not finite count
-    in `nonfinite` alone."""
+    one (None) nothing is compared with a prediction. In what is summed of the output,
+    elements count where it and the reference are finite; `nonfinite` counts those that
+    are finite in the output and not in the floor, or the reverse, in rows that see a
+    key."""
     o = yardstick.widened(output)
     e = None if expected is None else yardstick.widened(expected)
     counted = Counted.of(o, e, y)

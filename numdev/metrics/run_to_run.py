@@ -42,10 +42,10 @@ class Noise:
 
 
 def noise(runs: Sequence[Tensor]) -> list[Noise]:
-    """Returns the noise of each head of one tensor [B, H, rows, ...] over several runs,
-    at least one: the root mean square difference of two runs, over all pairs and the
-    elements that are finite in both. A single run has the noise None, runs of the same
-    bits 0.
+    """Returns the noise of each of the H heads of one tensor [B, H, rows, ...] over
+    several runs, at least one: the root mean square difference of two runs, over all
+    pairs and the elements that are finite in both. It is None for a single run, and where
+    no element is finite in both of any pair; else 0 for runs of the same bits.
 
     Two runs are brought to fp64 at a time, some heads at a time. Raises MeasurementError
     where runs differ in shape or dtype."""

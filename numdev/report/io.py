@@ -113,8 +113,9 @@ def text_of(report: Report) -> str:
 
 
 def with_digest(text: bytes) -> bytes:
-    """Returns the JSON of a report with its last key, `digest`: the SHA-256 of all
-    before. `text`: one JSON object without it."""
+    """Returns the JSON of a report with its last key, `digest`: the SHA-256, in hex, of
+    all bytes before the comma in front of it. `text`: one JSON object without it, of at
+    least one key."""
     body = text.removesuffix(b"}")
     return body + f',"digest":"{hashlib.sha256(body).hexdigest()}"}}'.encode()
 

@@ -439,9 +439,10 @@ def _magnitude(
 def _end_points(
     cells: Mapping[str | None, CellRow], *, by_size: bool
 ) -> list[tuple[float, str | None, CellRow]]:
-    """Returns mean, value on the axis and cell of a curve's first and last point, or of
-    its least and largest (`by_size`); between them a peak twice as high as both. Sizes
-    are magnitudes. One point alone where no other has a mean, empty where none has."""
+    """Returns mean, value on the axis and cell of a curve's first and last point, or with
+    `by_size` of those whose mean is least and largest in magnitude; between them the one
+    with the largest magnitude, where that is more than twice each of theirs. One point
+    alone where no other has a mean, empty where none has."""
     ends = [
         (cell.mean, value, cell) for value, cell in cells.items() if cell.mean is not None
     ]

@@ -268,8 +268,8 @@ def unaudited_modules(model: nn.Module) -> Iterator[tuple[int | None, str, nn.Mo
 
 
 def layer_of(module: nn.Module, name: str) -> int | None:
-    """Returns transformers' `layer_idx` of a module where it is a number, else the one
-    number in its name; None without one or with several."""
+    """Returns transformers' `layer_idx` of a module where it is a number, else the only
+    part of its dotted name that is one; None without one or with several."""
     layer_idx = getattr(module, "layer_idx", None)
     numbers = [int(part) for part in name.split(".") if part.isdigit()]
     return (

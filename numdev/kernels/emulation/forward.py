@@ -501,11 +501,13 @@ def _add_tiles(
     r: Rounder, S: Tensor, V: Tensor, m_old: Tensor, l_old: Tensor, O_old: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns m, l and O with a block of keys added: whole tiles of one split, or all
-    keys where there are several splits.
+    keys where there are several splits. `S` [B, H, rows, keys] may be overwritten; `V` is
+    [B, kv_heads, keys, v_dim]. m and l are [B, H, rows, splits]; O, [B, H, rows, splits,
+    v_dim], is not divided by l yet.
 
-    Here P and S are [B, H, rows, splits, tiles, block_kv]. The maximum that each tile
-    met, and the factor by which it is scaled to the last one, are [B, H, rows, splits,
-    tiles]."""
+    Inside, P and S are [B, H, rows, splits, tiles, block_kv]. The running maximum at each
+    tile (`met`), and the `factor` that brings the tile's sums from it to the last
+    maximum, are [B, H, rows, splits, tiles]."""
     case, parts, block_kv = r.case, m_old.shape[-1], r.tile[1]
     each = split_width(r) if parts > 1 else S.shape[-1] + -S.shape[-1] % block_kv
     missing = parts * each - S.shape[-1]

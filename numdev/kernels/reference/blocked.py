@@ -181,7 +181,8 @@ def row_blocks(
 def _products(
     case: AttentionCase, q: Tensor, k: Tensor, rows: slice, keys: slice
 ) -> Tensor:
-    """Returns X = scale Q Kᵀ [B, H, rows, keys] of these rows and keys."""
+    """Returns X = scale Q Kᵀ [B, H, rows, keys] of these rows and keys, slices with both
+    ends into `q` [B, H, q_len, head_dim] and `k` [B, kv_heads, kv_len, head_dim]."""
     X = _per_kv_head(case, q[:, :, rows]) @ k[:, :, keys].mT
     return X.view(*q.shape[:2], rows.stop - rows.start, keys.stop - keys.start).mul_(
         case.scale

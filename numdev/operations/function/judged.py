@@ -73,8 +73,9 @@ class Judge:
 
     @cached_property
     def closer(self) -> Judge:
-        """Returns the judge with the further runs, which are computed anew for each
-        judge; the same numbers where there are none. Raises what the reference raises."""
+        """Returns the judge whose numbers are over the runs of `further` too, which each
+        call computes anew; without such runs its numbers are the same. Raises what the
+        reference raises."""
         further = [] if self.further is None else list(self.further())
         errors = self.errors
         if errors is not None:

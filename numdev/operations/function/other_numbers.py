@@ -61,8 +61,8 @@ class OtherNumber(Unrounded):
     def number(
         self, func: OpOverload, value: float, dtype: torch.dtype, device: torch.device
     ) -> float:
-        """Returns `other` in place of `value`, any other number as it is; notes in `met`
-        which operator, `func`, read the number first."""
+        """Returns `self.other` where `value` is `self.value`, else `value` as it is;
+        notes in `met` which operator, `func`, read the number first."""
         self.met.setdefault(value, func)
         return self.other if value == self.value else value
 

@@ -144,8 +144,8 @@ def gradient_name(name: str) -> str:
 
 
 def _flat(value: object, first: str) -> list[tuple[str, object]]:
-    """Returns the leaves of a tree with their paths, which begin with `first`:
-    `output[0]['loss']`."""
+    """Returns the leaves of a tree (of tuples, lists and dicts) with their paths, which
+    begin with `first`: `output[0]['loss']`. None is a leaf, and so is a dataclass."""
     paths, _ = tree_flatten_with_path(value)
     return [(first + keystr(path), x) for path, x in paths]
 

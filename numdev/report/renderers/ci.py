@@ -139,6 +139,6 @@ def commands(judgement: Judgement, findings: Sequence[Finding]) -> Iterator[str]
 
 
 def _escaped(text: str) -> str:
-    """Returns text as a workflow command can hold it: line breaks and other control
-    characters spelled out as Python escapes them, and % as %25."""
+    """Returns text as a workflow command can hold it: each character that is not
+    printable (line breaks, odd blanks) spelled out as Python escapes it, and % as %25."""
     return plain(text).replace("%", "%25")

@@ -105,8 +105,9 @@ def _scale_over(values: Iterable[float], pixels: Pair, log: bool, share: float) 
 
 def _y_scale(figures: Sequence[Figure], frame: DrawingFrame) -> Scale:
     """Returns the vertical scale of all that is drawn in these figures, at least one:
-    logarithmic where one of them asks for it and a mean is above 0, without intervals far
-    beyond the means; else linear, with zero in it."""
+    logarithmic where one of them asks for it and a mean is above 0, else linear, with
+    zero in it. A logarithmic one does not reach to ends of intervals far beyond the
+    means."""
     points = [p for f in figures for c in f.curves for p in c.points]
     numbers = itertools.chain.from_iterable((p.mean, p.low, p.high) for p in points)
     ends = [number for number in numbers if number is not None]

@@ -94,8 +94,8 @@ def document_of(
 
 
 def _tested_nodes(sentences: Sequence[str]) -> Iterator[doc.Node]:
-    """Yields the sentences on what was tested and what was not, as notes. More than
-    TESTED of them open on a page on request alone, so that numbers are near the
+    """Yields the sentences on what was tested and what was not, as notes. Where there are
+    more than TESTED, a page shows them all on request alone, so that numbers are near the
     verdict."""
     if len(sentences) <= TESTED:
         yield from doc.notes(sentences)

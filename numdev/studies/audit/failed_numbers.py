@@ -60,8 +60,8 @@ class FailedNumbers:
         return "bad" if (id(row), metric) in self._failed_rows else ""
 
     def rules_of_case(self, kernel: str, format: str, case: str) -> list[str]:
-        """Returns the names of the rules that refuse a number of a kernel in one case,
-        each once; empty where all pass. `kernel`: its name with options."""
+        """Returns the names of the rules that refuse a number of a kernel's rows in one
+        case, each once; empty where none does. `kernel`: its name with options."""
         return list(self._rules.get((kernel, format, case), ()))
 
     def style_of_tensor(

@@ -808,8 +808,10 @@ def _update_influences(
 
 
 def _of_numbers(call: FunctionCall, names: Sequence[str]) -> list[Influence]:
-    """Returns the influence of each of the numbers `names` (empty: of all) that the
-    reference computes with; empty where it does not run with another number."""
+    """Returns the influence of each number that the reference computes with, as
+    `influences_of_numbers`; empty too where the search fails or takes too long. `names`:
+    of these alone (`eps 1e-06 as 1e-05`); empty: of all. Where the reference raises with
+    another number, `why` says so."""
     device = torch.device(call.draws[0].device).type
     search = lambda: [list(x) for x in influences_of_numbers(call, names)]  # noqa: E731
     data, _ = guarded_data(search, device)
@@ -819,8 +821,9 @@ def _of_numbers(call: FunctionCall, names: Sequence[str]) -> list[Influence]:
 
 def calls_of_part(part: FormatPart) -> Iterator[tuple[FunctionCall, Runs]]:
     """Yields each call with its reference, and the function's runs in order of its draws:
-    a Failure in place of one that failed. Where the reference alone widens to float64,
-    the call is compared in the dtype that the first run returned."""
+    a Failure in place of one that failed. Where the reference returns float64 of narrower
+    inputs and the first run does not, the call is judged in the dtypes that this run
+    returned (`FunctionCall.as_returned`)."""
     by_call: dict[int, list[FunctionRun | Failure]] = {}
     for draw, ran in zip(part.plan.draws, part.runs, strict=True):
         by_call.setdefault(draw.call, []).append(ran)

@@ -63,7 +63,8 @@ def guarded_data(search: Callable[[], object], device: str) -> tuple[object, str
 
 def _data_or_reason(search: Callable[[], object]) -> tuple[object, str | None]:
     """Returns what a search returns, and None; or None, and why it raised: the message of
-    numdev's own error, else RAISED. KeyboardInterrupt is raised as it is."""
+    numdev's own error, else RAISED. KeyboardInterrupt and SystemExit are raised as they
+    are."""
     try:
         return search(), None
     except NumdevError as error:

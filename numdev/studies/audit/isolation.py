@@ -230,10 +230,10 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
             self._begin(call, times)
 
     def _begin(self, call: IsolatedRun, times: int = 1) -> Begun:
-        """Begins to run a call `times` times, one after another, and returns the runs. A
-        run is None where the one before gave no output. First waits for the run that goes
-        on, cancels those that have not begun, and drops their results. Raises as
-        `_worker_for`."""
+        """Begins to run a call `times` times, one after another, and returns the runs.
+        The result of a run is None where the one before gave no output, or the worker has
+        ended since. First waits for the run that goes on, cancels those that have not
+        begun, and drops their results. Raises as `_worker_for`."""
         for left in reversed(self._begun.results if self._begun else ()):
             # A worker has one task at a time
             if not left.cancel():

@@ -151,9 +151,9 @@ def leading_head(ranking: Sequence[Ranked]) -> Ranked:
 
 def shares_left(cure: CureRow, without: CureRow) -> Mapping[str, float]:
     """Returns by name the shares that a cure leaves: of the error of dW_Q (`dW_Q's
-    error`), and of delta's mean error if that had one sign (`delta's mean error`). A
-    share that is unknown or divides by zero is left out. Empty where the cure gives NaN
-    or infinity. `without`: the row of the attention as it is."""
+    error`), and of delta's mean error (`delta's mean error`) if that had one sign, by |t|
+    of at least T. A share that is unknown or divides by zero is left out. Empty where the
+    cure gives NaN or infinity. `without`: the row of the attention as it is."""
     pairs = {"dW_Q's error": (cure.dw_q_error, without.dw_q_error)}
     if without.delta_t is not None and abs(without.delta_t) >= T:
         pairs["delta's mean error"] = (cure.delta_mean, without.delta_mean)

@@ -183,7 +183,8 @@ def _write_training_texts(
 ) -> tuple[dict[str, Path | None], list[str]]:
     """Writes files of input ids into `folder`. Returns by a stage's name the file of ids
     from its training's text, or None; and a sentence on each text that was read, or could
-    not be."""
+    not be. None without a sentence as in `write_training_text`: where the request says
+    what to read, training read no bytes, or it was not by `numdev train`."""
     texts: dict[str, Path | None] = {}
     notes = []
     for number, stage in enumerate(stages):

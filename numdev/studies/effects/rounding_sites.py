@@ -314,9 +314,10 @@ class SiteTracker:
         return has_parts and (not width or shape[-1:] == (width,))
 
     def _site_in_attention(self, module: nn.Module, name: str) -> str:
-        """Returns the site of an operator, by name, in a module that computes attention
-        itself: scores up to the softmax, P from there, then the output. Empty for an
-        operator before the scores. Notes how far the module has come."""
+        """Returns the site of an operator, by name (`bmm`), in a module that computes
+        attention itself: `attention scores` from the first product to the softmax, both
+        included; then `attention P`; `attention output` for the next product. Empty for
+        an operator before the scores. Notes how far the module has come."""
         stage = self.by_hand.get(module, "")
         if name in SOFTMAX:
             self.by_hand[module] = "attention P"

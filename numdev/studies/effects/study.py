@@ -516,9 +516,9 @@ def measure_on_workers(
 def _measure_on_worker(
     request: str, fmt: Format, number: int, todo: Sequence[int]
 ) -> list[Measured]:
-    """Returns (number of a run, its rows) for the runs of `todo`, measured in this worker
-    process. `request`: an EffectsRequest in JSON; its model is opened once in a
-    process."""
+    """Returns (number of a run, its rows) for the runs of `todo`, on part `number` of the
+    inputs, measured in this worker process. `request`: an EffectsRequest in JSON; its
+    model is opened once in a process."""
     return list(_study_of_request(request).measure(fmt, number, todo))
 
 

@@ -225,10 +225,10 @@ def _untried_test(
     asked: bool,
 ) -> Test:  # fmt: skip
     """Returns the test of an axis along which a kernel ran in no call: missing, or not
-    applicable. It is missing where the axis was `asked` for, and where the kernel failed
-    or memory ran out. It is missing too where the rules say that the kernel `keeps_bits`
-    along it and it declined more than masks. `rows`: those along the axis, which may be
-    empty."""
+    applicable. It is missing where the axis was `asked` for, or the kernel failed, or
+    memory ran out. It is missing too where the rules say that the kernel `keeps_bits`
+    along it, unless all rows say that no such call can be made, or that it declines a
+    mask. `rows`: those along the axis, which may be empty."""
     reasons = dict.fromkeys(row.reason or "" for row in rows) or ("no call was made so",)
     possible = any(row.excuse not in ("call", "mask") for row in rows)
     failed = any(row.excuse in ("", "memory") for row in rows)

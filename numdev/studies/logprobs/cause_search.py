@@ -182,8 +182,10 @@ class CauseSearch:
     def _with(
         self, before: CauseSearch, kind: CauseKind, effects: Effects
     ) -> CauseSearch:
-        """Returns a search as it was before a cause was undone on trial, with all others
-        undone that this one has since named."""
+        """Returns a copy of the search `before`, in which the cause `kind` is not undone,
+        with all other causes undone that this search has named since it undid `kind` on
+        trial by its `effects`. Rows and stage are those of `before`. Neither search is
+        changed."""
         last = before.copied()
         last.scale = self.scale / effects.scale
         pairs = zip(before.sequences, self.sequences, effects.effects, strict=True)

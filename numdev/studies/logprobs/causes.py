@@ -448,8 +448,9 @@ def other_support(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
 
 def padded_vocabulary(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
     """Returns the effects of rows of padding with the logit 0 that count as tokens, for
-    each multiple that vocabularies are padded to. Empty where a sequence has no exact
-    values, or values under a filter. `sequences`: at least one."""
+    each number of rows that padding to a multiple of PADDINGS adds, ascending; 0 rows are
+    left out. Empty where the size of the vocabulary is unknown, or a sequence has no
+    exact values, or values under a filter. `sequences`: at least one."""
     size = sequences[0].vocabulary
     rows = {-size % multiple for multiple in PADDINGS} - {0} if size else set()
     tried = []

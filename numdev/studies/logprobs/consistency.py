@@ -166,8 +166,9 @@ def _cause_contradiction(row: CauseRow) -> str:
 
 
 def _cost_contradictions(report: LogprobsReport) -> Iterator[str]:
-    """Yields a sentence for each cost that was not planned or stands there twice, the
-    first planned fix of a side without a row, and each row that contradicts itself."""
+    """Yields a sentence for each cost that was not planned or stands there twice, for
+    each side that has planned fixes without a row (it names the first by name), and for
+    each row that contradicts itself."""
     fixes = {side.name: {*side.fixes, UNDONE} for side in report.plan.sides}
     fixes[PAIR] = set(FIXES) if len(report.plan.sides) == 2 else set()
     count = Counter((row.side, row.fix, row.sequence) for row in report.costs)

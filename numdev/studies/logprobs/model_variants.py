@@ -56,8 +56,9 @@ def without(model: nn.Module, dose: str) -> None:
 
 
 def has(model: object, dose: str) -> bool:
-    """Whether a model's config has the window, the cap or the scale that `dose` leaves
-    out, a key of KEYS or SCALE. False without a config."""
+    """Whether a model's config has the window, the cap or the scale
+    (`query_pre_attn_scalar`, if other than `head_dim`) that `dose` leaves out, a key of
+    KEYS or SCALE. False without a config."""
     config = getattr(model, "config", None)
     if dose != SCALE:
         return bool(getattr(config, KEYS[dose], None))

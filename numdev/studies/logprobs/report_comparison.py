@@ -40,8 +40,8 @@ class SideNames:
         return row.side, ""
 
     def step(self, row: SideRow) -> tuple[Key, Key, bool]:
-        """Returns what identifies a row: its side and sequence, and False, since no row
-        is of a backward pass."""
+        """Returns the key of a row's side, the key of its sequence, and False, since no
+        row is of a backward pass."""
         return self.kernel(row), (row.sequence, row.uid), False
 
     row = step

@@ -448,9 +448,9 @@ def next_logits(logits: Tensor, n: int) -> Iterator[tuple[slice, Tensor]]:
 
 
 def token_logprobs(logits: Tensor, token_ids: np.ndarray, support: Support) -> np.ndarray:
-    """Returns the log-probability of each token under a support, float64 [n]; NaN for the
-    first token, -inf for a token outside the support. `logits`: [n, vocabulary], of which
-    row i predicts token i + 1."""
+    """Returns the log-probability of each token among those that a support leaves,
+    float64 [n]; NaN for the first token, -inf for a token outside the support. `logits`:
+    [n, vocabulary], of which row i predicts token i + 1."""
     out = np.full(len(token_ids), np.nan)
     ids = torch.from_numpy(np.ascontiguousarray(token_ids))[:, None].to(logits.device)
     for where, part in next_logits(logits, len(token_ids)):
@@ -468,7 +468,8 @@ def kept_tokens(logprobs: Tensor, support: Support) -> Tensor:
     """Returns which tokens the filters of a support leave, bool [positions, vocabulary].
     `logprobs`: [positions, vocabulary], at the support's temperature. The likeliest token
     always stays. top_p keeps the likeliest tokens of those that top_k leaves, until their
-    probabilities add up to top_p."""
+    share of these tokens' probability reaches top_p, the last one included; min_p keeps
+    those at least min_p times as likely as the likeliest."""
     ordered, order = logprobs.sort(dim=-1, descending=True)
     first = _kept_in_order(ordered, support)
     return torch.zeros_like(first).scatter(1, order, first)

@@ -189,8 +189,8 @@ def _window_mistakes(case: AttentionCase) -> Changes:
 
 def _window_at_offset(case: AttentionCase, step: int) -> Window | None:
     """Returns the window as it must be for the same keys to stay visible when the causal
-    offset moves by -step; None where there is no window. A right limit of at least 0 is
-    dropped, since causality hides more."""
+    offset moves by -step: left - step and right + step; None where there is no window. A
+    right limit of at least 0 is dropped, since causality hides more."""
     if case.window is None:
         return None
     left, right = case.window
