@@ -284,10 +284,10 @@ def element_sums(
 def _beside_floor(
     o: Tensor, y: yardstick.Yardstick, usable: Tensor | None, beside: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns `features`, `along` and `from_floor` of `ElementSums`. `usable`, `beside`:
-    which elements count in the first two and in the last; None: all. Of a mask, elements
-    whose floor is not finite do not count; in the first two, nor do rows that repeat
-    others."""
+    """Returns `features`, `along` and `from_floor` of `ElementSums` for an output `o` [B,
+    H, rows, features]. Bool of its shape: `usable` says which elements count in the first
+    two, `beside` which in the last; None: all. With a mask, elements whose floor is not
+    finite do not count either, nor, in the first two, do rows that repeat others."""
     off = (o - y.floor).contiguous()
     ulps = off / y.spacing
     if usable is not None:
@@ -304,8 +304,8 @@ def plain_sums(output: Tensor, reference: Tensor, empty: Tensor) -> RowSums:
     """Returns the sums over each row for the distances alone of a tensor without a floor,
     [B, H, rows] or [B, H, rows, features]: count, absolute, square, reference, empty_rows
     and nonfinite, and max_abs among the largest. `empty`: bool [B, H, rows], rows that
-    are left out. Elements that are not finite in either tensor are left out and, where
-    only one is, counted in `nonfinite`."""
+    are left out. Elements that are not finite in one tensor or in both are left out;
+    `nonfinite` counts those that are finite in exactly one."""
     if output.ndim == 3:
         output, reference = output[..., None], reference[..., None]
     o = yardstick.widened(output)

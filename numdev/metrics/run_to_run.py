@@ -35,8 +35,8 @@ class Noise:
     """How far runs of one head on the same inputs differ."""
 
     noise: float | None
-    """Root mean square difference of two runs; None where no element is finite in any
-    two."""
+    """Root mean square difference of two runs; None for a single run, and where no pair
+    of runs has an element that is finite in both."""
     # Elements that are NaN or infinite in one run and not, or not so, in another
     flickering: int
 

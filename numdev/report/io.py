@@ -107,8 +107,8 @@ def _head_of(text: bytes) -> _Head:
 
 
 def text_of(report: Report) -> str:
-    """Returns a report as JSON in one line, for a file as for a terminal; its last key,
-    `digest`, is the SHA-256 of all before."""
+    """Returns a report as JSON in one line, for a file as for a terminal; its last key is
+    the `digest` of `with_digest`."""
     return with_digest(json_text(report.model_dump_json()).encode()).decode()
 
 
@@ -244,9 +244,9 @@ def claim_directory(
     directory: Path, kind: str, request: Mapping[str, object], *, overwrite: bool
 ) -> None:
     """Makes the directory of the results, and removes unfinished files in it. Raises
-    UsageError where it holds another report: one of another command always, of another
-    request unless `overwrite`; and as `make_directory`. Raises MeasurementError for an
-    older report that cannot be read, unless `overwrite`."""
+    UsageError where it holds another report: one of another command than `kind` always,
+    of another request unless `overwrite`; and as `make_directory`. Raises
+    MeasurementError for an older report that cannot be read, unless `overwrite`."""
     make_directory(directory)
     remove_stale(directory)
     refuse_other_kind(directory, kind)

@@ -599,7 +599,7 @@ def _window_of_call(
     ref: CaseRef, size: int | None, mask: Tensor | None, q: Tensor, offset: int
 ) -> Window | None:
     """Returns the window (left, right) of `size` keys, the query's key included. None for
-    no size, and for one that hides nothing. The right side is 0 where the mask hides all
+    no size, or for one that hides nothing. The right side is 0 where the mask hides all
     later keys, else as wide as the left. `offset`: kv_len - q_len. Raises
     MeasurementError where the mask does not hide what the window hides, since SDPA takes
     a window by its mask alone."""

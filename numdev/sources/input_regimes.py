@@ -374,7 +374,7 @@ def biased_rounding(
 
 
 def _significands(name: str, shape: tuple[int, ...], bits: int, draws: Draws) -> Tensor:
-    """Returns numbers uniform over those of so many significant bits in [1, 2), fp32, of
+    """Returns numbers uniform over those of `bits` significant bits in [1, 2), fp32, of
     this shape; `name` picks the random stream."""
     first = 1 << (bits - 1)
     return draws.integers(name, shape, first, 2 * first).float() / first
@@ -392,8 +392,8 @@ def _signs(name: str, shape: tuple[int, ...], sign: int, draws: Draws) -> Tensor
 
 
 def _rounded_to_bits(x: Tensor, bits: int = 8) -> Tensor:
-    """Returns x rounded to so many significant bits, 0 below 2^-16 in magnitude; with 8
-    bits every number is exact in bfloat16 and in float16."""
+    """Returns x rounded to `bits` significant bits, 0 where that is below SMALLEST in
+    magnitude; with 8 bits every number is exact in bfloat16 and in float16."""
     rounded = round_to(x, format_named(f"e8m{bits - 1}"))
     return rounded.masked_fill(rounded.abs() < SMALLEST, 0.0)
 

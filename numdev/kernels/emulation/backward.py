@@ -74,10 +74,11 @@ def of_keys(
     case: AttentionCase, recipe: Recipe, keys: Tensor, O: Tensor, L: Tensor
 ) -> Gradients:
     """Returns dQ, dK and dV as the recipe has them for a forward pass that rounded
-    nowhere and gave O and L. dK and dV are those of the keys `keys` (int64 indices)
-    alone, in this order; dQ is 0. Costs O(q_len keys). The recipe's `delta_from` and
-    `delta_sign` are not used. Raises Refused for a case without grad_out, or with a
-    format that the `compute` dtype does not hold."""
+    nowhere and gave O [B, H, q_len, v_dim] and L [B, H, q_len]. dK and dV [B, kv_heads,
+    n, ...] are those of the keys `keys` (int64 indices [n]) alone, in this order; dQ is
+    0. Costs O(q_len keys). The recipe's `delta_from` and `delta_sign` are not used.
+    Raises Refused for a case without grad_out, or with a format that the `compute` dtype
+    does not hold."""
     r = rounder(case, dataclasses.replace(recipe, delta_from="dO*O", delta_sign="own"))
     return from_forward(r, O, r("lse", L.to(r.dtype)), keys)
 
@@ -85,9 +86,10 @@ def of_keys(
 def from_forward(
     r: Rounder, O: Tensor, L: Tensor, keys: Tensor | None = None
 ) -> Gradients:
-    """Returns dQ, dK and dV for an O and an L that another kernel computed, rounded as
-    they are returned. `keys` (int64 indices): dK and dV of these keys alone, and dQ of 0;
-    None: of all keys. Raises UsageError for a case without grad_out."""
+    """Returns dQ, dK and dV for an O [B, H, q_len, v_dim] and an L [B, H, q_len] that
+    another kernel computed, rounded as they are returned. `keys` (int64 indices [n]): dK
+    and dV of these keys alone, and dQ of 0; None: of all keys. Raises UsageError for a
+    case without grad_out."""
     with torch.no_grad(), plain_arithmetic(r.case.q.device):
         q, q_s, k, v = fwd.operands_of(r)
         O, L = O.to(r.dtype), L.to(r.dtype)
@@ -291,9 +293,10 @@ def _partial_sums(
 def _add_gradients(
     inputs: BackwardInputs, delta: Tensor, of_rows: slice, dK: Tensor, dV: Tensor
 ) -> Tensor:
-    """Returns dQ of some rows, and adds what the rows contribute to dK and dV in place.
-    Where dK and dV are of some keys alone (`inputs.some`), dQ is 0. `inputs` has as many
-    query heads as kv heads (`of_group`)."""
+    """Returns dQ [B, H, rows, head_dim] of the rows `of_rows`, and adds what these
+    contribute to dK and dV, [B, H, keys, ...], in place. `delta` [B, H, q_len] is of all
+    rows. Where dK and dV are of some keys alone (`inputs.some`), dQ is 0. `inputs` has as
+    many query heads as kv heads (`of_group`)."""
     r, q, dO = inputs.r, inputs.q, inputs.dO
     scale_q, scale_k, q_k, k_q = _scales(inputs)
     is_split = r.recipe.splits is not None and r.rounds("dq", "dq_product", "dq_partial")
@@ -389,8 +392,9 @@ def _scales(inputs: BackwardInputs) -> tuple[float, float, Tensor, Tensor]:
 def of_products(
     inputs: BackwardInputs, P: Tensor, less: Tensor, tanh: Tensor | None
 ) -> Tensor:
-    """Returns dS of a block, as it is multiplied with K and Q. `less`: dP - delta;
-    `tanh`: that of the soft cap, None without one."""
+    """Returns dS [B, H, rows, keys] of a block, as it is multiplied with K and Q. `P`,
+    `less` (dP - delta) and `tanh` (of the soft cap, None without one) are of the same
+    shape."""
     r = inputs.r
     less = r("dp_minus_delta", less)
     dS = r("ds_softmax", r("p_for_ds", P) * less)
@@ -407,9 +411,10 @@ def of_products(
 def _add_over_rows(
     r: Rounder, name: str, total: Tensor, left: Tensor, right: Tensor, scale: float = 1.0
 ) -> None:
-    """Adds scale leftᵀ right to total [B, H, keys, X] in place, one tile of rows after
-    the other, rounded at the sites `name` and `name_product`. In `plain` the sum over all
-    rows is one product, and is rounded by the caller when the last one is in it."""
+    """Adds scale leftᵀ right, of `left` [B, H, rows, keys] and `right` [B, H, rows, X],
+    to `total` [B, H, keys, X] in place, one tile of rows after the other, rounded at the
+    sites `name` and `name_product`. In `plain` the sum over all rows is one product, and
+    is rounded by the caller when the last one is in it."""
     exact = r.recipe.algorithm == "plain" or not r.rounds(name, f"{name}_product")
     width = left.shape[2] if exact else r.tile[0]
     for weights, x in zip(

@@ -160,8 +160,8 @@ def forward(
 
 
 def _pass(r: Rounder, q: Tensor, k: Tensor, v: Tensor, split: slice) -> State:
-    """Returns the State of the keys of one split, computed tile by tile; O is
-    normalised."""
+    """Returns the State of the keys of one split, computed tile by tile; O is normalised.
+    `q` is as it meets K (`operands_of`)."""
     recipe = r.recipe
     w = _guard(r) if recipe.softmax == "guarded" else None
     m, l, O, _ = start(r, q, v, split)
@@ -225,11 +225,12 @@ def scores(
 
 
 def _step(r: Rounder, S: Tensor, V: Tensor, before: State, w: Tensor | None) -> State:
-    """Returns the State with one tile added; overwrites S. `w`: the guarded softmax's
-    weights of these rows, or None. `fa2`: FlashAttention-2, Algorithm 1, lines 8 to 10.
-    `fa1`: FlashAttention, Algorithm 1, lines 10 to 13, where P has the tile's own maximum
-    and O is not yet normalised here. `plain`: softmax over all keys, then P V; at most a
-    sink came before."""
+    """Returns the State with one tile added, S [B, H, rows, keys] and V [B, kv_heads,
+    keys, v_dim]; overwrites S. `w`: the guarded softmax's weights of these rows, [rows],
+    or None. `fa2`: FlashAttention-2, Algorithm 1, lines 8 to 10. `fa1`: FlashAttention,
+    Algorithm 1, lines 10 to 13, where P has the tile's own maximum and O is not yet
+    normalised here. `plain`: softmax over all keys, then P V; at most a sink came
+    before."""
     case, recipe = r.case, r.recipe
     m_old, l_old, O_old, _ = before
     tile_max = maximum(r, S)
@@ -323,8 +324,8 @@ def _guard(r: Rounder) -> Tensor:
 
 
 def _factor(r: Rounder, m_old: Tensor, m: Tensor) -> Tensor:
-    """Returns exp(m_old - m), rounded, by which what was summed under m_old is rescaled;
-    0 where m_old is -inf."""
+    """Returns exp(m_old - m), in the shape of m, rounded, by which what was summed under
+    m_old is rescaled; 0 where m_old is -inf."""
     return r("rescale", r("exponent", m_old - finite(m)).exp_())
 
 
@@ -340,7 +341,7 @@ def exponential(r: Rounder, S: Tensor, m: Tensor, w: Tensor | None = None) -> Te
 def _cubic(x: Tensor) -> Tensor:
     """Returns exp(x) for x <= 0 as FlashAttention-4 has 2^(x log2 e) on units that
     multiply and add (arXiv 2603.05451, section 3.1.3; `ex2_emulation`): an exponent, and
-    a cubic for the fraction; 0 below 2^-127."""
+    a cubic for the fraction; 0 from 2^-127 down. NaN stays NaN."""
     y = x.mul(LOG2_E).clamp_(min=-127.0)
     whole = y.floor()
     fraction, power = y - whole, torch.zeros_like(y)
@@ -374,13 +375,13 @@ def _fexp_u20(x: Tensor) -> Tensor:
 
 def finite(m: Tensor) -> Tensor:
     """Returns m with the lowest number for -inf: any finite shift then gives P = 0, not
-    NaN."""
+    NaN. +inf and NaN stay."""
     return m.clamp(min=torch.finfo(m.dtype).min)
 
 
 def lost(m: Tensor, l: Tensor) -> Tensor:
-    """Returns a bool mask of the rows that saw keys and whose every P became 0, as may
-    happen under the stabilised softmax."""
+    """Returns a bool mask, in the shape of m and l, of the rows that saw keys and whose
+    every P became 0, as may happen under the stabilised softmax."""
     return (l == 0) & (m > -math.inf)
 
 

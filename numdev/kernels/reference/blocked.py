@@ -130,8 +130,9 @@ def gradients_of_keys(
     case: AttentionCase, keys: Tensor, whole: Reference
 ) -> dict[str, Tensor]:
     """Returns `dk`, `dv`, `dk_terms`, `dv_terms` and `unseen` of the kv rows `keys`
-    (int64 indices) alone, in float64. `whole` is the forward reference of all queries.
-    Raises UsageError for a case without grad_out."""
+    (int64 indices [n]) alone, [B, kv_heads, n, ...], in float64 but for `unseen`, bool.
+    `whole` is the forward reference of all queries. Raises UsageError for a case without
+    grad_out."""
     q, dO = (x.detach().double() for x in (case.q, upstream(case)))
     k, v = (x.detach()[:, :, keys].double() for x in (case.k, case.v))
     delta = (dO * whole.out).sum(dim=-1).masked_fill_(whole.empty, 0.0)
@@ -158,7 +159,8 @@ def gradients_of_keys(
 
 
 def _empty_reference(q: Tensor, v: Tensor) -> Reference:
-    """Returns a Reference to be filled in block by block: its tensors are not yet set,
+    """Returns a Reference for q [B, H, q_len, head_dim] and v [B, kv_heads, kv_len,
+    v_dim], in their dtype, to be filled in block by block: its tensors are not yet set,
     but for `empty`, which is False."""
     shape = q.shape[:3]
     out, term_scale = (q.new_empty(*shape, v.shape[-1]) for _ in range(2))
@@ -225,9 +227,11 @@ def _attend(
     values: Tensor,
     weigh: Weigh,
 ) -> tuple[Tensor, Tensor]:
-    """Fills in these rows of `reference` (out, lse, term_scale, empty). `S`: their
-    scores, of which `m` are the largest; `values`: V and |V| of their keys, side by side.
-    Returns exp(S - m), which overwrites S, and its row sum l, with the sink in it."""
+    """Fills in these rows of `reference` (out, lse, term_scale, empty). `S` [B, H, rows,
+    keys]: their scores, of which `m` [B, H, rows] are the largest; `values` [B, kv_heads,
+    keys, 2 v_dim]: V and |V| of their keys, side by side. Returns exp(S - m), which
+    overwrites S, and its row sum l [B, H, rows], with the sink in it; there m is at least
+    the sink, and 0 in an empty row."""
     reference.empty[:, :, rows] = m == -math.inf
     sink = None if case.sinks is None else case.sinks.to(S)[None, :, None].expand_as(m)
     if sink is not None:
@@ -255,9 +259,10 @@ def _score_gradient(
     delta: Tensor,
     slope: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns dX = P (dP - delta), times the soft cap's slope, and the sum of its
-    absolute terms, each [B, kv_heads, group * rows, keys]; 0 where P is 0. `slope` None:
-    no soft cap."""
+    """Returns, for P [B, H, rows, keys], `dO_i` [B, kv_heads, group * rows, v_dim], V [B,
+    kv_heads, keys, v_dim] and `delta` [B, H, rows], dX = P (dP - delta), times the soft
+    cap's slope, and the sum of its absolute terms, each [B, kv_heads, group * rows,
+    keys]; 0 where P is 0. `slope` None: no soft cap."""
     dP = (dO_i @ V.mT).view_as(P)
     weight = P if slope is None else P * slope
     terms = dP.abs().add_(delta.abs()[..., None]).mul_(weight)
@@ -279,9 +284,10 @@ def _weigher(*inputs: Tensor) -> Weigh:
 
 
 def _weigh_what_is_seen(weights: Tensor, values: Tensor, P: Tensor) -> Tensor:
-    """Returns weights @ values, where values of probability 0 (in P) do not count even if
-    they are NaN or infinite: 0 * NaN would let a hidden key through, or not, depending on
-    which block it falls into. Elsewhere NaN and infinity propagate."""
+    """Returns weights @ values [..., M, N], for weights and P [..., M, K] and values
+    [..., K, N], where values of probability 0 (in P) do not count even if they are NaN or
+    infinite: 0 * NaN would let a hidden key through, or not, depending on which block it
+    falls into. Elsewhere NaN and infinity propagate."""
     O = weights @ torch.where(values.isfinite(), values, 0.0)
     infinite = values.isinf().double()
     positive, negative = (values == math.inf).double(), (values == -math.inf).double()

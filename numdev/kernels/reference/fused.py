@@ -335,9 +335,10 @@ def _keys_per_program(case: AttentionCase, tile: Tile, programs: int) -> int:
 def _merge_key_parts(
     out: Tensor, terms: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns out, terms and log-sum-exp of all keys. The arguments have those of each
-    part of the keys, along the first axis; parts are weighted by exp(lse - total). A row
-    that sees no key has lse = -inf and stays 0."""
+    """Returns out, terms [..., rows, v_dim] and log-sum-exp [..., rows] of all keys. The
+    arguments have those of each part of the keys, along one more axis, the first; parts
+    are weighted by exp(lse - total). A row that sees no key has lse = -inf and stays
+    0."""
     if lse.shape[0] == 1:
         return out[0], terms[0], lse[0]
     whole = lse.logsumexp(dim=0)
@@ -441,8 +442,8 @@ def _score_gradients(
 
 
 def _in_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """Returns the batched product of two bfloat16 matrices, accumulated and returned in
-    fp32."""
+    """Returns the batched product [N, I, K] of bfloat16 matrices `a` [N, I, J] and `b`
+    [N, J, K], accumulated and returned in fp32."""
     return (
         torch.bmm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
     )

@@ -264,8 +264,8 @@ class FunctionCall:
 
     @property
     def _is_large(self) -> bool:
-        """Whether all tensors of the call, in all draws, have more than
-        LARGEST_FOR_CLOSER numbers together."""
+        """Whether all tensors that the reference returns, writes or has gradients for, in
+        all draws, have more than LARGEST_FOR_CLOSER numbers together."""
         numbers = sum(x.numel() for x in self.draws[0].plain.tensors.values())
         return numbers * len(self.draws) > LARGEST_FOR_CLOSER
 
@@ -277,8 +277,8 @@ class FunctionCall:
     def _runs(
         self, name: str, runs_of: Callable[[FunctionReference], Sequence[Values]]
     ) -> list[Tensor]:
-        """Returns a tensor of each run, its draws stacked. `runs_of`: the runs of a
-        draw, as many for each."""
+        """Returns the tensor `name` of each run, its draws stacked. `runs_of`: the runs
+        of a draw, as many for each draw."""
         by_draw = [runs_of(draw) for draw in self.draws]
         return [stacked([x[name] for x in runs]) for runs in zip(*by_draw, strict=True)]
 
@@ -373,10 +373,10 @@ class FunctionCall:
 
 
 def _missing(name: str, runs: Sequence[FunctionRun], plain: Sequence[FunctionRun]) -> str:
-    """Returns a clause on a tensor of the reference's that a run lacks: `it is not
-    written into, as the reference does`; of an output `it is missing; what is returned:
-    output_0`; of a gradient `it is missing`, with the error that kept it from being
-    computed where the runs have one. `plain`: the reference's runs."""
+    """Returns a clause on the tensor `name` of the reference's that a run lacks: `it is
+    not written into, as the reference does`; of an output `it is missing; what is
+    returned: output_0`; of a gradient `it is missing`, with the error that kept it from
+    being computed where the runs have one. `plain`: the reference's runs."""
     if name in plain[0].written:
         return "it is not written into, as the reference does"
     if name in plain[0].outputs:
@@ -397,7 +397,7 @@ def _distance(
 ) -> float | None:
     """Returns the rms distance of another exact result (by name, one for each draw) from
     the truth over the rms error that rounding explains, at most 1e300; None for integers
-    (`errors` None), without `others`, where a draw lacks the tensor, and for another
+    (`errors` None), without `others`, where a draw lacks the tensor, or for another
     shape."""
     if errors is None or not others or any(name not in x for x in others):
         return None
@@ -408,9 +408,9 @@ def _distance(
 
 
 def _changed(name: str, truth: Tensor, others: Sequence[Values]) -> float | None:
-    """Returns LARGEST where other data change an integer of another exact result (by
-    name, one for each draw), 0 where they change none; None without `others`, and where
-    a draw lacks the tensor."""
+    """Returns LARGEST where other data change an integer or the shape of another exact
+    result (by name, one for each draw), 0 where they change none; None without `others`,
+    or where a draw lacks the tensor."""
     if not others or any(name not in x for x in others):
         return None
     other = stacked([x[name] for x in others])
@@ -420,7 +420,8 @@ def _changed(name: str, truth: Tensor, others: Sequence[Values]) -> float | None
 def distance(other: Tensor, errors: Errors) -> float:
     """Returns the rms distance of another exact result, of the truth's shape, from the
     truth over the rms error that rounding explains, at most 1e300. Elements that are not
-    usable, or not finite in `other`, count as without a distance."""
+    usable do not count; those that are not finite in `other` count as without a
+    distance."""
     apart_by = torch.where(errors.usable & other.isfinite(), other - errors.truth, 0.0)
     count = max(1, int(errors.usable.sum()))
     rms: float = (float(apart_by.square().sum()) / count) ** 0.5

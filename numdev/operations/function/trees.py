@@ -197,8 +197,7 @@ def is_judged(x: Tensor) -> bool:
 def is_unwritten(x: Tensor) -> bool:
     """Whether a tensor is memory for an output into which nobody has written
     (`surroundings.uninitialised_is_nan`): it is NaN everywhere, or of integers the
-    largest number. False for fewer than two elements, and for bool and complex
-    tensors."""
+    largest number. False for fewer than two elements, or for a bool or complex tensor."""
     if x.numel() < 2 or x.dtype == torch.bool or x.is_complex():
         return False
     if x.is_floating_point():

@@ -263,7 +263,7 @@ def _finding_items(report: Report, directory: Path | None) -> Iterator[doc.Item]
 
 def _cell_link(report: Report | Verdicts, finding: Finding) -> str:
     """Returns the id of the cell on an audit's map that a finding is about; empty for a
-    finding without a head, and for a report whose kind has no map."""
+    finding without a head, or a report whose kind has no map."""
     place, tensor = finding.place, finding.tensor or "out"
     mapped = isinstance(report, Report) and kind_of(report.kind).has_map
     if place is None or place.head is None or not mapped:

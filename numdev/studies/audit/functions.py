@@ -218,8 +218,8 @@ def _data(asked: Asked, seed: int) -> list[Arguments]:
 
 def is_few(runs: Runs, plan: FunctionPlan) -> bool:
     """Whether a real floating-point output of the first run has fewer than FEW numbers,
-    so that a call must be drawn several times. False where that run failed, and for
-    inputs of more than LARGEST_FOR_DRAWS numbers."""
+    so that a call must be drawn several times. False where that run failed, or for inputs
+    of more than LARGEST_FOR_DRAWS numbers."""
     first = runs[0]
     numbers = sum(x.numel() for x in plan.draws[0].arguments.leaves().values())
     if isinstance(first, Failure) or numbers > LARGEST_FOR_DRAWS:
@@ -459,7 +459,7 @@ def rows_of(
     cause."""
 
     def task(role: Role, name: str) -> Task:
-        """Returns the task of a role."""
+        """Returns the task of a role, whose kernel has this name."""
         return Task(
             case=ref, role=role, kernel=name, format=fmt.name, gradients=asked.backward
         )
@@ -594,8 +594,8 @@ def _causes(
 ) -> tuple[Named, str | None]:
     """Returns by name the functions that explain the outputs `names` of a run, and None;
     or an empty mapping, and in words why the search was not finished. Empty too where
-    nothing explains them, and where the run has none of them. `earlier`: exact results of
-    the call before, by name."""
+    nothing explains them, or the run has none of them. `earlier`: exact results of the
+    call before, by name."""
     outputs = {name: as_real(ran.tensors[name]) for name in names if name in ran.tensors}
     if not outputs:
         return {}, None
@@ -779,10 +779,12 @@ def judge_function_runs(
 def _update_influences(
     influences: dict[str, InputRecord], call: FunctionCall, part: FormatPart
 ) -> None:
-    """Puts a record of each input of a call into `influences`, by name, in place, where
-    it moves the reference's result by more than in calls before. Inputs that earlier
-    calls have shown to be judged are not tried again. Does nothing with `asked.again`
-    False, and where the reference raises."""
+    """Puts a record of each input of a call, and of each number of its reference, into
+    `influences`, by name, in place: where there is none yet, where the call shows that it
+    is judged, or where it moves the result by more than in calls before. An output's
+    memory that moves nothing has none. What earlier calls have shown to be judged is not
+    tried again. Does nothing with `part.asked.again` False, or where the reference
+    raises."""
     if not part.asked.again:
         return
     left = [name for name, record in influences.items() if not record.is_judged]
@@ -837,7 +839,8 @@ def calls_of_part(part: FormatPart) -> Iterator[tuple[FunctionCall, Runs]]:
 
 
 def _call_of(asked: Asked, plan: FunctionPlan, number: int) -> FunctionCall:
-    """Returns a call, by its index in the plan, with a reference for each draw."""
+    """Returns the call whose index in the plan is `number`, with a reference for each
+    draw."""
     references = [
         FunctionReference(
             function=asked.reference,
@@ -876,7 +879,7 @@ def _exact(call: FunctionCall) -> Values:
 def _in_float32(call: FunctionCall, fmt: Format) -> Iterator[str]:
     """Yields a sentence that names the operators that the reference computes in float32
     in this format, since PyTorch has no kernel of them; nothing where there is no such
-    operator, and where the reference raises an exception."""
+    operator, or where the reference raises an exception."""
     try:
         ran = call.draws[0].plain
     except Exception:  # its rows say why

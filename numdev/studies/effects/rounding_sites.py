@@ -131,9 +131,9 @@ class AtSites:
     def number(
         self, func: OpOverload, value: float, dtype: torch.dtype, device: torch.device
     ) -> float:
-        """Returns a Python number that an operation brings in. It is rounded where the
-        operation only moves values, its site is chosen and `dtype` is no more precise
-        than the model's format; else it is as it is."""
+        """Returns `value`, a Python number that the operation `func` brings in. It is
+        rounded where the operation only moves values, its site is chosen and `dtype` is
+        no more precise than the model's format; else it is as it is."""
         fmt = values_format(dtype)
         if not only_moves_values(func) or fmt.precision > self.format.precision:
             return value

@@ -106,11 +106,12 @@ def judged_numbers(
     row: InvarianceRow, limits: InvarianceLimits, required: Axes = ()
 ) -> Iterator[JudgedNumber]:
     """Yields the numbers of a measured row, one for each rule that judges it. A number
-    that is None counts as infinite, beyond every limit. `required`: axes along which
-    every tensor must keep its bits, also where the rules do not say so."""
+    that is None counts as infinite, beyond every limit; only `floor_ratio` counts as 0
+    where nothing differs. `required`: axes along which every tensor must keep its bits,
+    also where the rules do not say so."""
 
     def number(name: str) -> float:
-        """Returns a number of the row; infinity for None."""
+        """Returns the number `name` of the row; infinity for None."""
         value = getattr(row, name)
         return math.inf if value is None else float(value)
 

@@ -72,8 +72,9 @@ class CauseSearch:
         return square <= AT_PREDICTION**2 * sum(self.noise)
 
     def undo_all(self, kinds: list[CauseKind]) -> None:
-        """Adds the rows of every kind that can be tried, each once: of one that is named
-        as it was when it was undone, of all others as they are in the end."""
+        """Undoes the causes that are named, one after another, MOST_CAUSES at most, and
+        adds the rows of every kind that can be tried, each once: of one that is named as
+        it was when it was undone, of all others as they are in the end."""
         kinds = list(kinds)
         for _ in range(MOST_CAUSES):
             tried = self._tried(kinds)
@@ -98,8 +99,8 @@ class CauseSearch:
         return other
 
     def undo_hidden(self, kinds: list[CauseKind]) -> CauseSearch | None:
-        """Returns this search with causes undone that hide each other, each of which is
-        named once the others are undone; None where there are none."""
+        """Returns a copy of this search with causes undone that hide each other, each of
+        which is named once the others are undone; None where there are none."""
         best = self._undone_together(kinds)
         plain = self._without_alternatives()
         if plain is not None and (best is None or not best.at_prediction):
@@ -110,8 +111,8 @@ class CauseSearch:
         return best
 
     def _undone_together(self, kinds: list[CauseKind]) -> CauseSearch | None:
-        """Returns this search with the first two causes or more undone that are named
-        together; None where there are none."""
+        """Returns a copy of this search with the first two causes or more undone that are
+        named together; None where there are none."""
         for kind, effects in self._on_trial(kinds):
             undone_both = self._undone_with(kind, effects, kinds)
             if undone_both is not None:
@@ -121,8 +122,8 @@ class CauseSearch:
         return None
 
     def _without_alternatives(self) -> CauseSearch | None:
-        """Returns this search as if no alternatives had been recorded; None where none
-        were."""
+        """Returns a copy of this search as if no alternatives had been recorded; None
+        where none were."""
         if all(seen.record.top_logprobs is None for seen in self.sequences):
             return None
         other = self.copied()
@@ -138,9 +139,9 @@ class CauseSearch:
     def _undone_with(
         self, kind: CauseKind, effects: Effects, kinds: Sequence[CauseKind]
     ) -> tuple[CauseSearch, Effects] | None:
-        """Returns this search with a cause undone and those that are named then, and the
-        effects of this one once they are undone; None where none is named, or then not
-        this one."""
+        """Returns a copy of this search with those of `kinds` undone that are named once
+        `kind` is undone by its `effects`, and then `kind`, by the effects that it has by
+        then; and these effects. None where no other is named, or then not `kind`."""
         trial = self.copied()
         trial._undo(kind, effects)
         trial.undo_all([other for other in kinds if other is not kind])
@@ -204,11 +205,14 @@ class CauseSearch:
         return last
 
     def _is_held_to(self, kind: CauseKind) -> bool:
-        """Whether a cause is undone by holding the side to it, not by its effect."""
+        """Whether the cause `kind` is undone by holding the side to it, not by its
+        effect: a temperature, where the search has a function for that
+        (`at_temperature`)."""
         return kind.name == "temperature" and self.at_temperature is not None
 
     def _undo(self, kind: CauseKind, effects: Effects) -> None:
-        """Undoes a cause, and makes what is left of it noise."""
+        """Undoes the cause `kind`, which has these `effects`, and counts it in `stage`.
+        Of one that is undone in part (`in_part`), what is left is noise from here on."""
         self._take_off(kind, effects)
         self.scale *= effects.scale
         if kind.in_part:  # what is left of it is noise from here on
@@ -217,8 +221,9 @@ class CauseSearch:
         self.stage += 1
 
     def _take_off(self, kind: CauseKind, effects: Effects) -> None:
-        """Undoes a cause: a temperature by holding the side to it from here on, any other
-        by taking its effect off the values."""
+        """Undoes the cause `kind` in values and errors: one that the side can be held to
+        (`_is_held_to`) by that, from here on; any other by taking its `effects` off. A
+        token that has no value then counts no more."""
         if self._is_held_to(kind):
             assert self.at_temperature is not None
             self.sequences = self.at_temperature(self.sequences, effects.scale)

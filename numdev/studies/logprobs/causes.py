@@ -153,7 +153,9 @@ def shifted(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
         counts.append(count)
 
     def effect(seen: Observed, d: np.ndarray, step: int) -> np.ndarray:
-        """Returns the effect on a sequence."""
+        """Returns the effect on a sequence with the errors `d` [n] of values that are
+        `step` tokens early, float64 [n]: 0 for `step` 0, NaN where values cannot be
+        compared."""
         if not step:
             return np.zeros_like(d)
         values, both = _moved(seen, d, step)
@@ -164,8 +166,9 @@ def shifted(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
 
 
 def _moved(seen: Observed, d: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns a sequence's values moved by `step` tokens, NaN at both ends, and where
-    they can be compared, float64 and bool [n]."""
+    """Returns a sequence's values moved to `step` tokens later, float64 [n], NaN at both
+    ends; and which of them can be compared, bool [n]: where these, the reference and the
+    errors `d` are finite."""
     values = np.full(len(d), np.nan)
     inner = slice(1, -1)
     values[inner] = np.roll(seen.values, step)[inner]
@@ -466,8 +469,8 @@ def padded_vocabulary(sequences: Sequences, errors: Errors) -> Sequence[Effects]
 
 
 def instead_of(name: str) -> Callable[[Sequences, Errors], Sequence[Effects]]:
-    """Returns the function that gives the effects of a cause whose exact values were
-    computed (`Observed.instead`), for each of its doses."""
+    """Returns the function that gives the effects of the cause `name`, whose exact values
+    were computed (`Observed.instead`), for each of its doses."""
 
     def find(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
         """Returns the effects by dose; a dose that a sequence lacks is left out."""
@@ -494,7 +497,8 @@ def other_experts(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
 
 def stored_in_16_bits(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
     """Returns, where every value equals its own cast to bfloat16 or float16, what that
-    rounding errs: half a unit in the last place over the square root of 3, rms."""
+    rounding errs: half a unit in the last place over the square root of 3, rms; else an
+    effect of 0."""
     for dose, bits in GRID_BITS.items():
         # As recorded: other causes may be undone in `values`
         if all(_is_cast(s.record.logprobs[s.counts], bits) for s in sequences):
@@ -524,15 +528,17 @@ def not_repeatable(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
 
 
 def _spacing(values: np.ndarray, bits: int) -> np.ndarray:
-    """Returns the distance between numbers of so many significant bits at each value;
-    NaN where it is not finite."""
+    """Returns the distance between numbers of `bits` significant bits at each value, of
+    any exponent, in the shape of `values`; NaN where a value is not finite. That at 0 is
+    as at 1/2."""
     finite = np.where(np.isfinite(values), values, np.nan)
     exponent = np.frexp(np.abs(np.nan_to_num(finite)))[1]
     return np.asarray(np.ldexp(1.0, exponent - bits) + finite * 0)
 
 
 def _is_cast(values: np.ndarray, bits: int) -> bool:
-    """Whether all values have at most so many significant bits; True without a value."""
+    """Whether all values have at most `bits` significant bits, with any exponent. True
+    without a value, False with NaN."""
     mantissa = np.frexp(values)[0] * 2.0**bits
     return bool((mantissa == np.rint(mantissa)).all())
 
@@ -687,8 +693,9 @@ def cause_rows(
 
 
 def _best(kind: CauseKind, errors: Errors, tried: Sequence[Effects]) -> Effects:
-    """Returns the first dose of a cause of those that leave least squared error. The
-    sequences are gone through once for all doses: each may have to be read."""
+    """Returns that of `tried`, the effects of each dose of a cause, which leaves least
+    squared error; the first of several. The sequences are gone through once for all
+    doses: each may have to be read."""
     left: list[list[float]] = [[] for _ in tried]
     for i, d in enumerate(errors):
         for effects, of_dose in zip(tried, left, strict=True):
@@ -700,9 +707,11 @@ def _best(kind: CauseKind, errors: Errors, tried: Sequence[Effects]) -> Effects:
 def _changed(
     kind: CauseKind, d: np.ndarray, effect: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns of the tokens of a sequence that have an error: the error, by how much
-    undoing the cause changes it, and what is left. A token that has no value once it is
-    undone keeps its error, or has none where the cause is known by such tokens."""
+    """Returns of the tokens of a sequence whose error in `d` is finite, float64 [tokens]
+    each: the error, by how much undoing the cause `kind` changes it, and what is left
+    (all of it, for a cause of `is_size`). A token that has no value once the cause is
+    undone keeps its error, or has none where the cause is known by such tokens
+    (`counted`, `drops`)."""
     finite = np.isfinite(d)
     lost = d if kind.counted or kind.drops else 0.0  # of a token that has no value then
     change = np.where(np.isfinite(effect), effect, lost)[finite]
@@ -713,7 +722,9 @@ def _rows(
     side: str, kind: CauseKind, sequences: Sequences, errors: Errors,
     noise: Sequence[float], effects: Effects, stage: int,
 ) -> list[CauseRow]:  # fmt: skip
-    """Returns the rows of a cause of one dose."""
+    """Returns the rows of a cause, one for each sequence, of the dose that has these
+    `effects`. `noise`: by sequence the sum of the predicted error's square; `stage`: how
+    many causes are undone already."""
     rows = []
     counts = effects.counts or [0] * len(sequences)
     tops = effects.alternatives or [(0.0, 0.0, 0.0)] * len(sequences)
@@ -817,8 +828,9 @@ def decide(rows: Sequence[CauseRow]) -> Decision:
 
 
 def _excess(rows: Sequence[CauseRow]) -> tuple[float, float]:
-    """Returns what the squared error has above the predicted one, and what it has once
-    the cause is undone."""
+    """Returns by how much the squared error, over all rows, is above the predicted one,
+    before the cause is undone and after, with what is predicted then; below 0 where it is
+    less."""
     before, after, noise, left = (
         math.fsum(getattr(row, name) for row in rows)
         for name in ("before", "after", "noise", "noise_left")
@@ -827,8 +839,8 @@ def _excess(rows: Sequence[CauseRow]) -> tuple[float, float]:
 
 
 def _takes_the_excess(rows: Sequence[CauseRow]) -> bool:
-    """Whether undoing a cause cuts tenfold what the squared error has above the predicted
-    one; False where none is predicted."""
+    """Whether undoing a cause cuts at least tenfold what the squared error has above the
+    predicted one; False where none is predicted."""
     before, after = _excess(rows)
     return any(row.noise for row in rows) and after <= before / TENFOLD
 
@@ -842,7 +854,7 @@ def _slope(rows: Sequence[CauseRow]) -> SequenceEstimate | None:
 
 def _slope_of_alternatives(rows: Sequence[CauseRow]) -> SequenceEstimate | None:
     """Returns the slope of the recorded alternatives on the exact ones, or on the other
-    side's, with its interval; None without alternatives."""
+    side's, with its interval; None where that is not finite, as without alternatives."""
     sums = [{"product": row.top_product, "square": row.top_square} for row in rows]
     return jackknife(sums, lambda s: s["product"] / s["square"], CONFIDENCE)
 
@@ -850,7 +862,7 @@ def _slope_of_alternatives(rows: Sequence[CauseRow]) -> SequenceEstimate | None:
 def _slope_of_the_other(rows: Sequence[CauseRow]) -> SequenceEstimate | None:
     """Returns the same slope where it is the other side's alternatives that err: what is
     erred in those that a slope is taken on lowers it, so that the true one lies between
-    the two. None where they do not err."""
+    the two. None where they do not err, or it is not finite."""
     sums = [{"product": row.top_product, "square": row.top_other} for row in rows]
     if not any(each["square"] for each in sums):
         return None

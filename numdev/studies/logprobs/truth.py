@@ -350,9 +350,10 @@ class ExactModel:
         return self._cached((fmt, variant, exact, *_key(token_ids, experts)), run)
 
     def _cached(self, key: tuple[object, ...], run: Callable[[], object]) -> Tensor:
-        """Returns the logits that `run` gives, fp64 [n, vocabulary]. Those of the last
-        runs stay in memory, up to CACHE numbers, since two sides have the same tokens.
-        Raises MeasurementError where the run fails."""
+        """Returns the logits that `run` gives, fp64 [n, vocabulary]; those in memory,
+        where there are some of an equal `key`, which says what run it is. Those of the
+        last runs stay in memory, up to CACHE numbers, since two sides have the same
+        tokens. Raises MeasurementError where the run fails."""
         if key not in self._logits:
             with naming(type(self.source.model).__name__, "failed on the tokens", ""):
                 self._logits[key] = _logits(run())[0]
@@ -584,7 +585,7 @@ def predicted_errors(
     recipe: ProgramRecipe, *, replayed: bool = False,
 ) -> np.ndarray:  # fmt: skip
     """Returns what rounding each operation to nearest by a recipe changes of the
-    log-probabilities `exact`, float64 [n]. NaN at tokens that nothing comes before, and
+    log-probabilities `exact`, float64 [n]. NaN at tokens that nothing comes before, or
     where the token is outside the filter, exactly or rounded. `replayed`: with the
     experts that the sequence recorded. Raises NotReplayed where these do not fit the
     model."""
