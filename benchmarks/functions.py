@@ -32,7 +32,7 @@ from numdev.exact.dtypes import is_floating
 from numdev.exact.rounding import EveryOperation, Rounding
 from numdev.formats import format_of, round_to
 from numdev.operations.function.arithmetic import Arithmetic
-from numdev.operations.function.observed_calls import FunctionRun, run
+from numdev.operations.function.function_runs import FunctionRun, run
 from numdev.operations.function.trees import as_real
 
 Function = Callable[..., Any]

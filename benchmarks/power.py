@@ -40,7 +40,7 @@ from power_tables import tables
 from numdev.cases import AttentionCase, CaseRef
 from numdev.formats import format_named
 from numdev.gate.rules import default_rules
-from numdev.gate.thresholds import threshold_tests
+from numdev.gate.threshold_tests import threshold_tests
 from numdev.kernels import Kernel
 from numdev.kernels.emulation.faults import CONTROLS
 from numdev.metrics.row_metrics import value_of

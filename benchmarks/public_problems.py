@@ -47,7 +47,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from numdev.errors import UsageError, one_line
 from numdev.formats import dtype_of, format_named
-from numdev.operations.function.observed_calls import private
+from numdev.operations.function.function_runs import private
 from numdev.operations.function.problem_files import (
     ModuleBuild,
     ProblemFile,

@@ -19,9 +19,9 @@ from numdev.gate.judgement import Judgement
 from numdev.gate.judging import check_system
 from numdev.gate.rules import Rules, default_rules_for_functions, read_rules
 from numdev.kernels import import_callable
+from numdev.operations.function.function_runs import FunctionRun
 from numdev.operations.function.inputs import calls_of, parameters_of
 from numdev.operations.function.judged import DRAWS
-from numdev.operations.function.observed_calls import FunctionRun
 from numdev.operations.function.problem_files import (
     SOLUTION,
     ModuleBuild,

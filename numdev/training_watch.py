@@ -27,7 +27,7 @@ from numdev.errors import MeasurementError, UsageError, one_line
 from numdev.gate.findings import findings_in
 from numdev.gate.judging import judge
 from numdev.gate.rules import default_rules
-from numdev.gate.thresholds import run_tests, threshold_tests
+from numdev.gate.threshold_tests import run_tests, threshold_tests
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels.sdpa import OPERATORS, claim_of
 from numdev.sources import capture as capturing

@@ -16,7 +16,7 @@ import numdev
 from numdev.gate import findings as gate_findings
 from numdev.gate.judgement import Test
 from numdev.gate.rules import Rules, default_rules
-from numdev.gate.thresholds import run_tests
+from numdev.gate.threshold_tests import run_tests
 from numdev.report import BesideReference, DeviationRow, Finding, Standing
 
 

@@ -173,7 +173,7 @@ def test_a_metric_in_no_class_is_not_judged_where_rows_are_sampled(
     monkeypatch.setitem(row_metrics.DERIVED, "newest", lambda row: row.rms)
     monkeypatch.setattr(rule_book, "METRICS", METRICS | {"newest"})
     if classified:
-        monkeypatch.setattr(numdev.gate.thresholds, "WHOLE", WHOLE | {"newest"})
+        monkeypatch.setattr(numdev.gate.threshold_tests, "WHOLE", WHOLE | {"newest"})
     rules = Rules(thresholds=(Threshold(name="new", metric="newest", at_most=1e9),))
     about = {"rows_measured": 50, "interval": {"rms": (9e-4, 1.1e-3)}} if sampled else {}
     judged = gate_rows.judge([gate_rows.row(sampled=sampled, **about)], rules)

@@ -26,6 +26,11 @@ from numdev.studies.training.weights.chance_comparison import (
     answer_sentences,
     chance_comparisons,
 )
+from numdev.studies.training.weights.distances_over_steps import (
+    QUANTILES,
+    layer_by_name,
+    weights_over_steps,
+)
 from numdev.studies.training.weights.report import (
     ChanceComparison,
     RunRecord,
@@ -39,11 +44,6 @@ from numdev.studies.training.weights.run_checkpoints import (
     training_step,
 )
 from numdev.studies.training.weights.study import weights
-from numdev.studies.training.weights.weights_over_steps import (
-    QUANTILES,
-    layer_by_name,
-    weights_over_steps,
-)
 
 REPORTS = Path(__file__).parent / "data" / "reports"
 NAMES = {

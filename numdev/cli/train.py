@@ -83,9 +83,9 @@ def weights(
     `a-step1,a-step2` or a pattern 'a-step*'."""
     if not session.as_json:
         session.say("weights: started")  # a directory is named after what is in them
+    from numdev.studies.training.weights.distances_over_steps import weights_over_steps
     from numdev.studies.training.weights.run_checkpoints import has_runs
     from numdev.studies.training.weights.study import weights as compare
-    from numdev.studies.training.weights.weights_over_steps import weights_over_steps
 
     for target in targets:
         expect_file(target, "weights")

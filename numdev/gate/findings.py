@@ -25,7 +25,7 @@ from numdev.gate.judgement import (
     Test,
 )
 from numdev.gate.row_checks import INFERRED, Rows
-from numdev.gate.thresholds import NOTHING
+from numdev.gate.threshold_tests import NOTHING
 from numdev.grouping import grouped
 from numdev.metrics.row_metrics import Value, lse_error, value_of
 from numdev.report import (

@@ -18,7 +18,7 @@ from numdev.errors import MeasurementError, UsageError
 from numdev.gate.judging import judge_report
 from numdev.gate.row_checks import Groups, Measured, Rows, rows_to_judge
 from numdev.gate.rules import Instead, Rules, Threshold, default_rules
-from numdev.gate.thresholds import threshold_tests
+from numdev.gate.threshold_tests import threshold_tests
 from numdev.grouping import grouped
 from numdev.metrics.row_metrics import ESTIMATED, MAXIMA, interval_of, value_of
 from numdev.report import Outcome, Report

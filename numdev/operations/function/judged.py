@@ -17,8 +17,8 @@ from torch import Tensor
 from numdev.errors import MeasurementError
 from numdev.exact.rounding import values_format
 from numdev.formats import FORMATS, Format, round_to
+from numdev.operations.function.function_runs import FunctionRun
 from numdev.operations.function.inputs import differ, shuffled
-from numdev.operations.function.observed_calls import FunctionRun
 from numdev.operations.function.reference import FunctionReference, moved_by_half_an_ulp
 from numdev.operations.function.shapes_and_dtypes import Form, short_name
 from numdev.operations.function.trees import Arguments, Values, as_real, is_judged

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from numdev.errors import MeasurementError, UsageError, one_line
-from numdev.operations.function.observed_calls import FunctionRun
+from numdev.operations.function.function_runs import FunctionRun
 from numdev.operations.function.problem_files import ModuleBuild
 from numdev.operations.function.shapes_and_dtypes import INTEGERS
 from numdev.operations.function.surroundings import Surroundings

@@ -17,8 +17,7 @@ from numdev.exact.evaluation import evaluate
 from numdev.exact.rounding import Rounding, round_values, values_format
 from numdev.exact.wide_tensors import UNROUNDED, Wide, widened
 from numdev.operations.function.arithmetic import Arithmetic
-from numdev.operations.function.missing_kernels import MissingKernels, lacks_a_kernel
-from numdev.operations.function.observed_calls import (
+from numdev.operations.function.function_runs import (
     OF_COMPILED,
     Cotangents,
     FunctionRun,
@@ -26,6 +25,7 @@ from numdev.operations.function.observed_calls import (
     private,
     run,
 )
+from numdev.operations.function.missing_kernels import MissingKernels, lacks_a_kernel
 from numdev.operations.function.trees import (
     Arguments,
     Values,

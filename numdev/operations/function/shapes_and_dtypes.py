@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from numdev.operations.function.observed_calls import FunctionRun
+from numdev.operations.function.function_runs import FunctionRun
 from numdev.operations.function.trees import as_real
 
 INTEGERS = (

@@ -9,7 +9,7 @@ from numdev.gate.findings import findings_in, joined_words
 from numdev.gate.judgement import Judgement, Statement, Test
 from numdev.gate.row_checks import check_whole
 from numdev.gate.rules import Rules, default_rules, default_rules_for_functions
-from numdev.gate.thresholds import tests_of_rows
+from numdev.gate.threshold_tests import tests_of_rows
 from numdev.grouping import grouped
 from numdev.report import (
     DeviationRow,

@@ -16,9 +16,9 @@ from torch import Tensor
 from numdev.errors import UsageError
 from numdev.gate.judgement import Test
 from numdev.gate.rules import Rules
-from numdev.gate.thresholds import threshold_tests
+from numdev.gate.threshold_tests import threshold_tests
+from numdev.operations.function.function_runs import FunctionRun
 from numdev.operations.function.judged import FunctionCall
-from numdev.operations.function.observed_calls import FunctionRun
 from numdev.operations.function.trees import Values
 from numdev.operations.function.wrong_kernels import WrongKernel, wrong_kernels
 from numdev.report import (

@@ -24,8 +24,8 @@ from numdev.errors import MeasurementError, NumdevError, UsageError, one_line
 from numdev.gate.judgement import RUNS
 from numdev.gate.rules import Rules
 from numdev.kernels import importable_path
+from numdev.operations.function.function_runs import FunctionRun
 from numdev.operations.function.judged import FunctionCall, Judge
-from numdev.operations.function.observed_calls import FunctionRun
 from numdev.operations.function.reference import FunctionReference
 from numdev.operations.function.trees import Arguments
 from numdev.operations.function.yardstick import LEAST_ELEMENT, OF_U

@@ -27,6 +27,13 @@ from numdev.kernels import Kernel, import_callable, no_claim
 from numdev.metrics.finiteness import Outside
 from numdev.metrics.yardstick import Yardstick
 from numdev.operations.function.causes import causes_of
+from numdev.operations.function.function_runs import (
+    Cotangents,
+    FunctionRun,
+    poison,
+    private,
+    run,
+)
 from numdev.operations.function.input_influence import (
     LEAST_MOVED,
     Influence,
@@ -44,13 +51,6 @@ from numdev.operations.function.judged import (
     FunctionCall,
     Judge,
     other_data,
-)
-from numdev.operations.function.observed_calls import (
-    Cotangents,
-    FunctionRun,
-    poison,
-    private,
-    run,
 )
 from numdev.operations.function.places import places_that_err
 from numdev.operations.function.problem_files import ModuleBuild, forms_of

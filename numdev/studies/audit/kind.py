@@ -10,7 +10,7 @@ from numdev.gate.judgement import Beside, Judgement
 from numdev.gate.row_checks import Measured, check_whole
 from numdev.gate.row_pairs import Naming
 from numdev.gate.rules import Rules
-from numdev.gate.thresholds import power_of, tests_of_rows
+from numdev.gate.threshold_tests import power_of, tests_of_rows
 from numdev.report import AuditReport, CaseRecord, DeviationRow, Finding, SweepReport
 from numdev.report.summary import summarise
 from numdev.report_kinds import Judged, Kind
