@@ -96,16 +96,20 @@ def test_a_script_shows_the_failure_alone(name: str, words: str, tmp_path: Path)
         ("writes", "x is written into"),
         pytest.param("alias", "output is memory of x", marks=pytest.mark.slow),
         pytest.param(
-            "nothing", "no tensor is returned, expected output", marks=pytest.mark.slow
+            "nothing",
+            "no tensor is returned, expected output",
+            marks=pytest.mark.thorough,
         ),
         pytest.param(
-            "two", "output_0, output_1 is returned, expected", marks=pytest.mark.slow
+            "two", "output_0, output_1 is returned, expected", marks=pytest.mark.thorough
         ),
-        pytest.param("column_major", "output is not contiguous", marks=pytest.mark.slow),
+        pytest.param(
+            "column_major", "output is not contiguous", marks=pytest.mark.thorough
+        ),
         pytest.param(
             "without_gradient",
             "no gradient goes back from output",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.thorough,
         ),
     ],
 )
@@ -123,7 +127,10 @@ def test_a_script_shows_another_form(name: str, words: str, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["scaled_record", "scaled_twice"])
+@pytest.mark.parametrize(
+    "name",
+    ["scaled_record", pytest.param("scaled_twice", marks=pytest.mark.thorough)],
+)
 def test_a_script_finds_its_tensor_in_what_is_returned(name: str, tmp_path: Path) -> None:
     """In a dataclass, and by its place where a tensor is returned twice."""
     sound = name.replace("scaled", "sound")

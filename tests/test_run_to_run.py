@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from numdev.metrics import noise as noises
+from numdev.metrics import run_to_run
 from numdev.metrics.bit_checksums import _ODD, checksums
 from numdev.metrics.run_to_run import noise
 
@@ -82,8 +82,8 @@ def test_heads_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     a = torch.zeros(2, 3, 4, 5, dtype=torch.bfloat16)
     b = a.clone()
     b[1, 1, 2, 3] = 2.0
-    for elements in (noises.ELEMENTS, 1, 2 * 2 * 4 * 5):
-        monkeypatch.setattr(noises, "ELEMENTS", elements)
+    for elements in (run_to_run.ELEMENTS, 1, 2 * 2 * 4 * 5):
+        monkeypatch.setattr(run_to_run, "ELEMENTS", elements)
         result = noise([a, b, a])
         assert [f.noise for f in result] == [
             0.0,

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple, cast
 
 import torch
@@ -39,6 +39,7 @@ OF_TRUTH = 2.0  # times the variance, where the exact result errs as the results
 PER_STEP = 0.18  # the variance of a rounding error, in u^2 of what is rounded
 NUMBERS_PER_VALUE = 16  # random numbers that a value's is one of, up to MOST_NUMBERS
 MOST_NUMBERS = 1 << 22
+MOST_OPERATIONS = 1 << 24  # of a run, so that no two runs draw the same
 GOLDEN = 0x9E3779B97F4A7C15
 MIXED = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 OF_A_FUNCTION = 0.6  # u: the error of a transcendental function
@@ -127,7 +128,6 @@ class Arithmetic(EveryOperation):
         super().__init__(seed=seed)
         self.noise, self.is_narrow = noise, is_narrow
         self.normal: dict[torch.device, torch.Generator] = {}
-        self.numbers: dict[torch.device, Tensor] = {}  # as many as a power of two
         self.operations = 0
 
     def arguments(
@@ -237,13 +237,9 @@ class Arithmetic(EveryOperation):
         thousand equal results are one draw. Different values share a number by chance
         alone."""
         size = min(MOST_NUMBERS, NUMBERS_PER_VALUE << values.numel().bit_length())
-        device = values.device
-        numbers = self.numbers.get(device)
-        if numbers is None or numbers.numel() < size:
-            numbers = self.numbers[device] = self._drawn(values, (size,))
         self.operations += 1
-        places = _scattered(values, self.operations) & (numbers.numel() - 1)
-        return numbers[places]
+        salt = self.noise * MOST_OPERATIONS + self.operations
+        return normal_numbers(values.device, size)[_scattered(values, salt) & (size - 1)]
 
     def _drawn(self, like: Tensor, shape: Sequence[int]) -> Tensor:
         """Returns standard normal numbers of a shape, of the dtype and on the device of
@@ -254,6 +250,14 @@ class Arithmetic(EveryOperation):
         return torch.randn(
             shape, generator=self.normal[device], dtype=like.dtype, device=device
         )
+
+
+@lru_cache(maxsize=4)
+def normal_numbers(device: torch.device, size: int) -> Tensor:
+    """Returns `size` standard normal numbers in fp64 on a device, always the same; they
+    are kept, and not to be written into."""
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.randn(size, generator=generator, dtype=torch.float64, device=device)
 
 
 def _scattered(values: Tensor, salt: int) -> Tensor:
