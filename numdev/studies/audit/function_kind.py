@@ -169,49 +169,50 @@ def _power_line(kernel: WrongKernelRecord) -> list[Cell]:
 
 
 def remarks(rows: Sequence[DeviationRow]) -> Iterator[str]:
-    """Yields sentences on each tensor, from rows that are `ok`. One says that the
-    reference errs by more than its operations explain. One says that a tensor differs
-    harmlessly in layout. One says that inputs moved by half an ulp move it by more than
-    SENSITIVE times what rounding explains. One says that other data move it by less than
-    NARROW times that. Nothing where none of these holds."""
+    """Yields sentences on each tensor in each format, from rows that are `ok`. One says
+    that the reference errs by more than its operations explain. One says that a tensor
+    differs harmlessly in layout. One says that inputs moved by half an ulp move it by
+    more than SENSITIVE times what rounding explains. One says that other data move it by
+    less than NARROW times that. Nothing where none of these holds."""
     ok = [row for row in rows if row.status == "ok"]
     yield from _of_reference([row for row in ok if row.role == "baseline"])
-    for tensor, of_tensor in grouped(ok, lambda row: row.tensor).items():
+    by_tensor = grouped(ok, lambda row: (row.tensor, row.format))
+    for (tensor, fmt), of_tensor in by_tensor.items():
         kernels = [row for row in of_tensor if row.role == "kernel"]
         numbers = [row.beside_reference for row in kernels if row.beside_reference]
         layouts = dict.fromkeys(x.layout for x in numbers if x.layout)
         for layout in layouts:
-            yield f"{tensor} {layout}, so this is no failure."
+            yield f"{tensor} {layout} in {fmt}, so this is no failure."
         shaken = max((x.conditioning or 0.0 for x in numbers), default=0.0)
         if shaken > SENSITIVE:
             yield (
-                f"{tensor} is sensitive: inputs moved by half an ulp move it by "
-                f"{three(shaken)}× what rounding explains."
+                f"{tensor} is sensitive in {fmt}: inputs moved by half an ulp move it "
+                f"by {three(shaken)}× what rounding explains."
             )
         moved = min((x.moved for x in numbers if x.moved is not None), default=NARROW)
         if moved < NARROW:
             yield (
-                f"The inputs judge {tensor} only roughly: another seed's data move it by "
-                f"{three(moved)}× what rounding explains."
+                f"The inputs judge {tensor} only roughly in {fmt}: another seed's data "
+                f"move it by {three(moved)}× what rounding explains."
             )
 
 
 def _of_reference(rows: Sequence[DeviationRow]) -> Iterator[str]:
-    """Yields a sentence for each cause on the tensors in which the reference errs by more
-    than MOSTLY_EXPLAINED times what its operations explain, with the largest error of any
-    call; tensors without a cause share one. Nothing where it errs by at most that.
-    `rows`: those of the reference as PyTorch runs it."""
-    of_tensors = grouped(rows, lambda row: row.tensor)
-    worst = {name: max(each, key=_own_ratio) for name, each in of_tensors.items()}
-    far = [row for row in worst.values() if _own_ratio(row) > MOSTLY_EXPLAINED]
-    alike = grouped(far, lambda row: (row.suspicion, _is_yardstick(row)))
-    for (cause, is_yardstick), each in alike.items():
+    """Yields a sentence for each format and cause on the tensors in which the reference
+    errs by more than MOSTLY_EXPLAINED times what its operations explain, with the largest
+    error of any call; tensors without a cause share one. Nothing where it errs by at most
+    that. `rows`: those of the reference as PyTorch runs it."""
+    of_tensors = grouped(rows, lambda row: (row.format, row.tensor)).values()
+    worst = [max(each, key=_own_ratio) for each in of_tensors]
+    far = [row for row in worst if _own_ratio(row) > MOSTLY_EXPLAINED]
+    alike = grouped(far, lambda row: (row.format, row.suspicion, _is_yardstick(row)))
+    for (fmt, cause, is_yardstick), each in alike.items():
         largest = max(each, key=_own_ratio)
         up_to = "up to " if len(each) > 1 else ""
         sentence = (
             f"The reference errs in {joined_words(row.tensor for row in each)} by {up_to}"
             f"{three(_own_ratio(largest))}× what its operations explain, as PyTorch runs "
-            f"it here ({largest.case})"
+            f"it here ({largest.case}, {fmt})"
         )
         sentence += f": {cause}" if cause else ""
         yield sentence + ("." if is_yardstick else "; it is no yardstick.")
