@@ -10,7 +10,8 @@ import copy
 import inspect
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -278,18 +279,130 @@ def test_only_chosen_operations_round(x: Tensor) -> None:
 
 def test_attention_and_logsumexp_are_their_own_formulas(x: Tensor) -> None:
     """Rounded where PyTorch's formula rounds: attention in float32, `logsumexp` at each
-    step."""
+    step. (By its kernel's steps attention rounds more.)"""
     q = x.reshape(1, 4, 16, 48)
 
     def attend(q: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, q, q, is_causal=True)
 
-    narrow, truth = rounded(attend, q).double(), widened(evaluate(attend, q).output)
+    formula = EveryOperation(as_kernels=False)
+    narrow = narrowed(evaluate(attend, q, rounding=formula).output).double()
+    truth = widened(evaluate(attend, q).output)
+    assert not formula.as_kernel
     floor = round_to(truth, FORMATS["bfloat16"])
     assert (narrow != floor).double().mean() < 1e-3
     assert torch.equal(rounded(lambda x: x.logsumexp(-1), x), x.logsumexp(-1))
     with_axes = evaluate(lambda x: x.logsumexp((0, 1), keepdim=True), x).output
     assert torch.equal(with_axes.exact, x.double().logsumexp((0, 1), keepdim=True))
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen.tril(3).triu(-20))
+
+
+ATTENTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "all keys": F.scaled_dot_product_attention,
+    "causal": partial(F.scaled_dot_product_attention, is_causal=True, scale=0.3),
+    "masked": masked,
+    "added": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, q.mean() * q @ k.mT),
+    "shared keys": lambda q, k, v: F.scaled_dot_product_attention(
+        q, k[:, :2], v[:, :2], enable_gqa=True
+    ),
+}
+
+
+def kernel_errors(
+    function: Callable[..., Tensor], arguments: Sequence[Tensor], rounding: Any
+) -> tuple[list[float], list[float]]:
+    """The rms errors of the output and of each gradient: PyTorch's, and those of a
+    rounded run."""
+    back = torch.ones_like(function(*arguments))
+
+    def results(**how: Any) -> list[Tensor]:
+        ran = evaluate(function, *arguments, cotangent=lambda *_: back, **how)
+        gradients = (x for x in ran.gradients.values() if x is not None)
+        return [x.detach() for x in (widened(ran.output), *gradients)]
+
+    exact, by_steps = results(), results(rounding=rounding)
+    out = function(*arguments)
+    plain = [x.double() for x in (out, *torch.autograd.grad(out, arguments, back))]
+
+    def errors(run: Sequence[Tensor]) -> list[float]:
+        pairs = zip(run, exact, strict=True)
+        return [float((x.detach() - y).square().mean().sqrt()) for x, y in pairs]
+
+    return errors(plain), errors(by_steps)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_attention_errs_as_the_kernel_that_pytorch_takes(
+    name: str, dtype: torch.dtype, device: str
+) -> None:
+    """Where q, k and v are not negative the gradient of q errs many times as much as the
+    formula's: row sums are taken from the rounded output."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(2, 4, n, 32) for n in (48, 64, 64)]
+    arguments = [torch.rand(shape, generator=generator) for shape in shapes]
+    arguments = [x.to(device, dtype).requires_grad_() for x in arguments]
+    if name == "causal":
+        arguments = [x[:, :, :48].detach().requires_grad_() for x in arguments]
+    rounding = EveryOperation()
+    plain, by_steps = kernel_errors(ATTENTIONS[name], arguments, rounding)
+    assert rounding.as_kernel or name == "added"  # a mask with a gradient has no kernel
+    for ours, theirs in zip(by_steps, plain, strict=True):
+        assert 0.8 < theirs / ours < 1.35  # blocks of queries add up in the format
+    formula = EveryOperation(as_kernels=False)
+    _, by_formula = kernel_errors(ATTENTIONS[name], arguments, formula)
+    assert by_steps[1] > 4 * by_formula[1] or name == "added"
+
+
+def test_weights_dropped_by_a_kernel_are_refused() -> None:
+    """It draws them by numbers of its own. (On a CPU PyTorch takes the formula then.)"""
+    q = torch.rand(1, 2, 8, 8).to(BF16)
+    call = torch.ops.aten._scaled_dot_product_flash_attention.default
+    with pytest.raises(Unsupported, match="random, by numbers of its own"):
+        evaluate(lambda x: call(x, x, x, 0.5)[0], q, rounding=EveryOperation(), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "steps"),
+    [("Cudnn", 2), ("SlowDilated3d", 2), ("Slow2d", 1), ("Mkldnn", 1)],
+)
+def test_a_bias_is_added_as_the_kernel_adds_it(
+    chosen: str, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU to a rounded result, mostly; without a bias there is one step."""
+    backend = getattr(torch._C._ConvBackend, chosen)
+    monkeypatch.setattr(torch._C, "_select_conv_backend", lambda *_: backend)
+    generator = torch.Generator().manual_seed(2)
+    x, weight, bias = (
+        torch.randn(shape, generator=generator).to(BF16)
+        for shape in ((2, 4, 8, 8), (6, 4, 3, 3), (6,))
+    )
+    exact = F.conv2d(x.double(), weight.double())
+    result, fmt = exact, FORMATS["bfloat16"]
+    if steps == 2:
+        result = round_to(result, fmt)
+    result = round_to(result + bias.double().reshape(6, 1, 1), fmt)
+    assert torch.equal(rounded(F.conv2d, x, weight, bias).double(), result)
+    assert torch.equal(rounded(F.conv2d, x, weight).double(), round_to(exact, fmt))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("groups", [1, 8])
+def test_a_bias_is_added_as_on_a_gpu(groups: int) -> None:
+    """Of a convolution by cuDNN to a rounded result, of one by channels not."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = ((2, 8, 16, 16), (8, 8 // groups, 3, 3), (8,))
+    x, weight, bias = (
+        torch.randn(shape, generator=generator).to("cuda", BF16) for shape in shapes
+    )
+    convolve = partial(F.conv2d, groups=groups)
+    ours = rounded(convolve, x, weight, bias)
+    assert (ours != convolve(x, weight, bias)).double().mean() < 1e-3
 
 
 def test_switches_of_pytorch_are_as_before(x: Tensor) -> None:

@@ -17,6 +17,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tre
 from numdev.errors import UsageError
 from numdev.exact.copies import wide_arguments, wide_module
 from numdev.exact.dtypes import is_floating
+from numdev.exact.kernel_steps import Steps, kernel_steps, logsumexp
 from numdev.exact.rounding import EveryOperation, Rounding
 from numdev.exact.unsupported_operations import as_unsupported
 from numdev.exact.wide_tensors import (
@@ -42,6 +43,7 @@ class Computing(TorchDispatchMode):
     def __init__(self, rounding: Rounding = UNROUNDED, *, draws: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.rounding, self.draws = rounding, draws
+        self.uses_cudnn = torch._C._get_cudnn_enabled()  # as outside of the mode
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -58,13 +60,30 @@ class Computing(TorchDispatchMode):
         kwargs: Any = None,
     ) -> object:
         """Returns the result of an operation by `compute_operation`. Where every
-        operation rounds, `logsumexp` is computed in its single steps."""
-        if func is aten.logsumexp.default and isinstance(self.rounding, EveryOperation):
-            with self:
-                return _logsumexp(*args, **(kwargs or {}))
+        operation rounds, one that is computed in steps rounds after each."""
+        if isinstance(self.rounding, EveryOperation):
+            steps = self._steps_of(func, args, self.rounding)
+            if steps is not None:
+                with self:
+                    return steps(func, args, kwargs or {})
         return compute_operation(
             func, args, kwargs or {}, self.rounding, draws=self.draws
         )
+
+    def _steps_of(
+        self, func: OpOverload, args: tuple[object, ...], rounding: EveryOperation
+    ) -> Steps | None:
+        """Returns what computes an operator in single steps, and notes the operator in
+        `rounding` where these are a kernel's and not the formula's; None where it is one
+        step."""
+        if func is aten.logsumexp.default:
+            return logsumexp
+        if not rounding.as_kernels:
+            return None
+        steps = kernel_steps(func, args, uses_cudnn=self.uses_cudnn)
+        if steps is not None:
+            rounding.as_kernel[func.overloadpacket.__name__] = None
+        return steps
 
 
 @contextmanager
@@ -74,13 +93,15 @@ def computing(
     """Enters a context in which every operation is computed in fp64, and rounded as
     `rounding` says; yields the mode.
 
-    PyTorch takes no path that hides operations: attention is its own formula, and oneDNN,
-    cuDNN, the fast path of multi-head attention and compilation are off. `seed` seeds
+    PyTorch takes no path that hides operations: oneDNN, cuDNN, the fast path of
+    multi-head attention and compilation are off. Attention is its own formula, or where
+    every operation rounds, the steps of the kernel that PyTorch takes. `seed` seeds
     PyTorch's generators, whose states are restored at the end; without one a draw raises
     Unsupported."""
     mode = Computing(rounding, draws=seed is not None)
     with ExitStack() as stack:
-        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        if not (isinstance(rounding, EveryOperation) and rounding.as_kernels):
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(_without_hidden_paths())
         # Nothing is compiled otherwise, and it is slow to load
         if "torch._dynamo" in sys.modules:
@@ -175,16 +196,6 @@ def _wide_cotangent(cotangent: Cotangent, i: int, output: Tensor) -> Tensor:
             f"cotangent of output {i}: expected the shape {expected}, got {got}"
         )
     return Wide.of(values, output.dtype)
-
-
-def _logsumexp(x: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
-    """Returns log(sum(exp(x))) over `dim`, which stays as an axis of length 1 with
-    `keepdim`, in the steps of PyTorch's own formula, so that each step is rounded. A
-    maximum of plus or minus infinity is not subtracted."""
-    largest = x.amax(dim, keepdim=True)
-    largest = torch.where(largest.abs() == torch.inf, torch.zeros_like(largest), largest)
-    total = (x - largest).exp().sum(dim, keepdim=keepdim)
-    return total.log() + (largest if keepdim else largest.squeeze(dim))
 
 
 @contextmanager

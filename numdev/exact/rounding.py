@@ -93,13 +93,18 @@ class EveryOperation:
 
     To nearest; or with a `seed` up or down at random, so that the mean is the exact
     result. Python numbers are rounded, to nearest, as PyTorch's kernels round them: see
-    `IN_FORMAT`. `chosen` picks the operations that round; by default all do."""
+    `IN_FORMAT`. `chosen` picks the operations that round; by default all do. With
+    `as_kernels` what PyTorch computes otherwise than by its formula (attention in one
+    kernel) takes the kernel's steps; the names of these operators are in `as_kernel`
+    afterwards."""
 
     def __init__(
         self, *, seed: int | None = None,
         chosen: Callable[[OpOverload, tuple[object, ...]], bool] | None = None,
+        as_kernels: bool = True,
     ) -> None:  # fmt: skip
-        self.seed, self.chosen = seed, chosen
+        self.seed, self.chosen, self.as_kernels = seed, chosen, as_kernels
+        self.as_kernel: dict[str, None] = {}
         self.generators: dict[torch.device, torch.Generator] = {}
 
     def read(self, values: Tensor, dtype: torch.dtype, *, is_weight: bool) -> Tensor:

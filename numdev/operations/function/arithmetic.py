@@ -119,13 +119,18 @@ class Arithmetic(EveryOperation):
     normally distributed error is added before the result is rounded.
 
     `noise` seeds that error; rounding is to nearest, or with `seed` stochastic. With
-    `is_narrow` a tensor that says float64 counts as float32. An object is for one run:
-    its generators go on."""
+    `is_narrow` a tensor that says float64 counts as float32. `as_kernels`: see
+    `EveryOperation`. An object is for one run: its generators go on."""
 
     def __init__(
-        self, *, noise: int, seed: int | None = None, is_narrow: bool = False
+        self,
+        *,
+        noise: int,
+        seed: int | None = None,
+        is_narrow: bool = False,
+        as_kernels: bool = True,
     ) -> None:
-        super().__init__(seed=seed)
+        super().__init__(seed=seed, as_kernels=as_kernels)
         self.noise, self.is_narrow = noise, is_narrow
         self.normal: dict[torch.device, torch.Generator] = {}
         self.operations = 0

@@ -45,6 +45,7 @@ class Judge:
     further: Callable[[], Sequence[Tensor]] | None = None
     moved: float | None = None
     conditioning: float | None = None
+    formula_ratio: float | None = None
 
     @property
     def format(self) -> Format:
@@ -119,7 +120,10 @@ class Judge:
         (`slope` also for `slope_t`). `form`: what is wrong with its form, in words; None:
         nothing."""
         about = BesideReference(
-            form=form, moved=self.moved, conditioning=self.conditioning
+            form=form,
+            moved=self.moved,
+            conditioning=self.conditioning,
+            formula_ratio=self.formula_ratio,
         )
         lacking = set(BesideReference.model_fields) - {"form", "layout"}
         if x is None:
@@ -260,7 +264,21 @@ class FunctionCall:
             if errors is not None
             else _changed(name, truth, moved),
             conditioning=_distance(name, truth, shaken, errors),
+            formula_ratio=self._formula_ratio(name, truth, errors),
         )
+
+    def _formula_ratio(
+        self, name: str, truth: Tensor, errors: Errors | None
+    ) -> float | None:
+        """Returns how many times larger the rms error of a tensor is in the run that
+        rounds to nearest than in one by the formula's own operations; None for integers
+        and where PyTorch's kernels compute by the formula."""
+        runs = [draw.by_formula for draw in self.draws]
+        by_formula = _distance(name, truth, [x for x in runs if x is not None], errors)
+        if by_formula is None or errors is None:
+            return None
+        to_nearest = distance(errors.truth + errors.runs[0], errors)
+        return min(to_nearest / max(by_formula, SMALLEST), LARGEST)
 
     @property
     def _is_large(self) -> bool:

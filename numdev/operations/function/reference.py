@@ -87,6 +87,7 @@ class FunctionReference:
     # Outputs that are float64 and that an implementation returns in another dtype: in
     # that; what the reference computes in float64 then errs as in float32
     returned_in: Mapping[str, torch.dtype] = field(default_factory=dict)
+    _as_kernel: dict[str, None] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def inputs(self) -> Values:
@@ -170,6 +171,21 @@ class FunctionReference:
         first = 1 + RANDOM + SOUND
         return [self._at_random(seed) for seed in range(first, first + CLOSER)]
 
+    @cached_property
+    def by_formula(self) -> Values | None:
+        """Returns the results, by name, of a run with every operation rounded, in which
+        none takes the steps of PyTorch's kernel in place of its formula's; None where
+        none does in `rounded` either. Raises as `rounded`."""
+        if not self.as_kernel:
+            return None
+        return self._rounded(noise=self.seed * RUNS, as_kernels=False)
+
+    @property
+    def as_kernel(self) -> Sequence[str]:
+        """Returns the operators that take the steps of PyTorch's kernel, in place of
+        their formula's, in `rounded`. Raises as `rounded`."""
+        return list(self._as_kernel) if self.rounded else []
+
     def _at_random(self, number: int) -> Values:
         """Returns the results, by name, of run `number` (below RUNS) of the call, rounded
         stochastically. No two runs of calls that are judged together share random
@@ -177,13 +193,21 @@ class FunctionReference:
         seed = self.seed * RUNS + number
         return self._rounded(noise=seed, seed=seed)
 
-    def _rounded(self, *, noise: int, seed: int | None = None) -> Values:
+    def _rounded(
+        self, *, noise: int, seed: int | None = None, as_kernels: bool = True
+    ) -> Values:
         """Returns the results, by name, of a run with every operation rounded. `noise`:
         the seed of the errors that arithmetic makes before it rounds; `seed`: by which
-        results are rounded up or down at random; None: they are rounded to nearest."""
-        is_narrow = bool(self.returned_in)
-        arithmetic = Arithmetic(noise=noise, seed=seed, is_narrow=is_narrow)
+        results are rounded up or down at random; None: they are rounded to nearest.
+        `as_kernels`: see `EveryOperation`."""
+        arithmetic = Arithmetic(
+            noise=noise,
+            seed=seed,
+            is_narrow=bool(self.returned_in),
+            as_kernels=as_kernels,
+        )
         values = self.computed(arithmetic)
+        self._as_kernel.update(arithmetic.as_kernel)
         for name, dtype in self.returned_in.items():
             values[name] = round_values(values[name], values_format(dtype))
         return values

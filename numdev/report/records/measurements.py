@@ -163,6 +163,9 @@ class BesideReference(Record):
     moved: float | None = None
     # The same of inputs moved by half of their unit roundoff
     conditioning: float | None = None
+    # What the steps of PyTorch's kernels err over what the formula's own operations do;
+    # None where kernels compute by the formula
+    formula_ratio: float | None = None
 
 
 class InputRecord(Record):

@@ -30,6 +30,7 @@ from numdev.tensor_specs import GRADIENT
 
 SOUND = 1.1  # times the floor: as exact as the format allows
 MOSTLY_EXPLAINED = 1.3  # times what the reference's operations explain
+FORMULA_IS_CLOSER = 3.0  # times: from there on it is told that PyTorch's kernels err more
 SENSITIVE = 3.0  # times what rounding explains, that inputs moved by half an ulp move
 SHOWN = 8  # inputs that are not judged
 NARROW = 10.0  # times what rounding explains: data that move the result less judge little
@@ -175,7 +176,9 @@ def remarks(rows: Sequence[DeviationRow]) -> Iterator[str]:
     more than SENSITIVE times what rounding explains. One says that other data move it by
     less than NARROW times that. Nothing where none of these holds."""
     ok = [row for row in rows if row.status == "ok"]
-    yield from _of_reference([row for row in ok if row.role == "baseline"])
+    of_reference = [row for row in ok if row.role == "baseline"]
+    yield from _of_reference(of_reference)
+    yield from _of_kernels(of_reference)
     by_tensor = grouped(ok, lambda row: (row.tensor, row.format))
     for (tensor, fmt), of_tensor in by_tensor.items():
         kernels = [row for row in of_tensor if row.role == "kernel"]
@@ -216,6 +219,31 @@ def _of_reference(rows: Sequence[DeviationRow]) -> Iterator[str]:
         )
         sentence += f": {cause}" if cause else ""
         yield sentence + ("." if is_yardstick else "; it is no yardstick.")
+
+
+def _of_kernels(rows: Sequence[DeviationRow]) -> Iterator[str]:
+    """Yields a sentence for each format and cause on the tensors in which the steps of
+    PyTorch's kernels err by more than FORMULA_IS_CLOSER times what the reference's
+    formula does, with the largest of any call. `rows`: those of the reference as PyTorch
+    runs it."""
+    far = [row for row in rows if _formula_ratio(row) > FORMULA_IS_CLOSER]
+    for (fmt, why), each in grouped(far, lambda row: (row.format, row.suspicion)).items():
+        largest = max(each, key=_formula_ratio)
+        tensors = joined_words(dict.fromkeys(row.tensor for row in each))
+        up_to = "up to " if len(each) > 1 else ""
+        times = three(_formula_ratio(largest))
+        yield (
+            f"In {tensors} a function may err by {up_to}{times}× what the reference's "
+            "formula would, as PyTorch's own kernels do "
+            f"({largest.case}, {fmt}){f': {why}' if why else ''}."
+        )
+
+
+def _formula_ratio(row: DeviationRow) -> float:
+    """Returns what the steps of PyTorch's kernels err over what the formula does, from a
+    row of the reference; 0 where the row has no such number."""
+    numbers = row.beside_reference
+    return 0.0 if numbers is None else numbers.formula_ratio or 0.0
 
 
 def _is_yardstick(row: DeviationRow) -> bool:

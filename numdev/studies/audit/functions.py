@@ -19,6 +19,7 @@ from torch import Tensor
 
 from numdev.cases import CaseRef
 from numdev.errors import MeasurementError, NumdevError, UsageError, one_line
+from numdev.exact.kernel_steps import why_kernels_err
 from numdev.formats import FORMATS, Format, format_of
 from numdev.gate.judgement import Judgement
 from numdev.gate.judging import judgement_of, with_conclusions
@@ -74,6 +75,7 @@ from numdev.report import (
 from numdev.studies.audit.case_measurement import measure_task
 from numdev.studies.audit.deviation_rows import bare_row
 from numdev.studies.audit.function_for_script import ScriptTarget
+from numdev.studies.audit.function_kind import FORMULA_IS_CLOSER
 from numdev.studies.audit.function_power import power_of, tolerance_power
 from numdev.studies.audit.guarded_search import (
     GIVEN_UP,
@@ -560,15 +562,22 @@ def _named_reference(rows: Rows, reference: FunctionReference) -> Rows:
     """Returns the rows of one of ROLES. A row of the reference as PyTorch runs it, which
     errs by more than FAR_OFF times what its operations explain, gets the function that
     PyTorch computes in its place, where one explains that. Other rows are returned as
-    they are."""
-    ratios = {
-        row.tensor: row.beside_reference.predicted_ratio or 0.0
+    they are, but for those in which the steps of PyTorch's kernels err by more than
+    FORMULA_IS_CLOSER times what the formula does: these say why."""
+    beside = {
+        row.tensor: row.beside_reference
         for row in rows
         if row.role == "baseline" and row.beside_reference is not None
     }
-    far = [name for name, ratio in ratios.items() if ratio > FAR_OFF]
+    by_kernels = [
+        name for name, x in beside.items() if (x.formula_ratio or 0.0) > FORMULA_IS_CLOSER
+    ]
+    named: dict[str, dict[str, object]] = {
+        name: {"suspicion": why_kernels_err(reference.as_kernel)} for name in by_kernels
+    }
+    far = [name for name, x in beside.items() if (x.predicted_ratio or 0.0) > FAR_OFF]
     causes, _ = _causes(reference, reference.plain, far, {}) if far else ({}, None)
-    named = {
+    named |= {
         name: {"suspicion": x.words, "suspicion_cut": x.cut} for name, x in causes.items()
     }
     return [row.model_copy(update=named.get(row.tensor, {})) for row in rows]
