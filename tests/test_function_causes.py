@@ -219,7 +219,9 @@ def test_what_the_reference_itself_errs_by_is_named() -> None:
     assert notes == [
         f"The reference errs in output, x_grad and w_grad by up to {three(worst)}× what "
         f"its operations explain, as PyTorch runs it here ({case}, {fmt}): {words}; it "
-        "is no yardstick."
+        "is no yardstick. PyTorch leaves TF32 alone with "
+        "`torch.backends.cudnn.allow_tf32 = False` (matrix products: "
+        "`torch.backends.cuda.matmul`) in the reference's file."
     ]
     assert checked.passed
 
@@ -477,3 +479,21 @@ def test_a_term_that_is_left_out_is_no_exponent_with_which_it_vanishes() -> None
     result = check_beside(without, reference=loss, shapes="x=40x64", formats="float32")
     assert "exponent" not in str(result), str(result)
     assert any(x in str(result) for x in ("multiplies by 0", "add is left out"))
+
+
+def test_a_number_that_takes_most_of_another_functions_error_is_no_name() -> None:
+    """A vector that is nearly constant is added: the constant takes 97 % of that, and what
+    is left is far more than rounding."""
+    (x,) = drawn((64, 48))
+    bias = 0.5 + 0.02 * torch.linspace(-3, 3, 48).sin()
+    named = {}
+    for width, added in (("whole", bias), ("constant", torch.tensor(0.5))):
+
+        def wrong(x: Tensor, added: Tensor = added) -> Tensor:
+            return x.tanh() + added
+
+        checked = numdev.check(
+            wrong, reference=torch.tanh, inputs=lambda seed: (x,), formats=["float32"]
+        )
+        named[width] = {row.suspicion for row in checked.report.rows} - {None}
+    assert named == {"whole": set(), "constant": {"0.5 is added to it"}}

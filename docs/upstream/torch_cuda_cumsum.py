@@ -1,7 +1,7 @@
 """PyTorch on a GPU: a running sum in bfloat16.
 
-Rounded once from a float32 sum its error would be that of the format, whatever the number
-of terms. The kernel keeps its partial sums in bfloat16, so that the error grows with them.
+Rounded once from a float32 sum its error would be that of the format, whatever the
+number of terms. The kernel keeps its partial sums in bfloat16: the error grows with them.
 
 Needs PyTorch and CUDA. Exit code 1: it shows; 0: it does not; 3: it could not be
 measured."""

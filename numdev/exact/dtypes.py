@@ -12,9 +12,8 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves
 
-from numdev.exact.unsupported_operations import operator_argument
+from numdev.exact.operator_arguments import leaves_of, operator_argument, parameters_of
 
 COMPLEX = {
     torch.float16: torch.complex32,
@@ -24,6 +23,8 @@ COMPLEX = {
 }
 REAL = {c: real for real, c in COMPLEX.items() if real != torch.bfloat16}
 STATISTICS = "statistics"
+# Arguments that set the dtype of a result; an operator has one of them at most
+REQUESTS = frozenset(("dtype", "out_dtype", "input_dtype", "half_to_float"))
 # Of norms, whose weights may be of a wider dtype: by output, the input whose dtype it
 # has.
 NORMS: Mapping[str, Sequence[str]] = {
@@ -74,12 +75,12 @@ def requested_dtype(
 ) -> torch.dtype | None:
     """Returns the floating-point dtype that a call's arguments (`dtype`, `out_dtype`,
     `input_dtype` or `half_to_float`) set for its result; None where they set none."""
-    for name in ("dtype", "out_dtype", "input_dtype"):
+    for name in parameters_of(func).keys() & REQUESTS:
         dtype = operator_argument(func, args, kwargs, name)
-        if isinstance(dtype, torch.dtype) and is_floating_dtype(dtype):
+        if name == "half_to_float" and dtype is True:
+            return torch.float32
+        if is_floating_dtype(dtype):
             return dtype
-    if operator_argument(func, args, kwargs, "half_to_float") is True:
-        return torch.float32
     return None
 
 
@@ -132,4 +133,4 @@ def _tensor_arguments(
     args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> list[Tensor]:
     """Returns all tensors among a call's arguments, also those in lists."""
-    return [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    return [x for x in leaves_of((args, kwargs)) if isinstance(x, Tensor)]

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from numdev.exact.unsupported_operations import operator_argument, unsupported_error
+from numdev.exact.operator_arguments import operator_argument
+from numdev.exact.unsupported_operations import unsupported_error
 
 aten = torch.ops.aten
 OWN_DRAWS = "it drops weights at random, by numbers of its own"

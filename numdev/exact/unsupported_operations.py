@@ -15,6 +15,7 @@ import torch
 from torch._ops import OpOverload
 
 from numdev.errors import MeasurementError
+from numdev.exact.operator_arguments import operator_argument
 
 VECTORS = (
     "its vectors are no function of the input: they are free in sign, order or rotation"
@@ -76,17 +77,6 @@ def check_supported(
     ):
         return
     raise unsupported_error(func, reason)
-
-
-def operator_argument(
-    func: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object], name: str
-) -> object:
-    """Returns the value of an operator's argument `name` in a call, given by position or
-    by name, else its default; None where the operator has no such argument."""
-    for i, parameter in enumerate(func._schema.arguments):
-        if parameter.name == name:
-            return args[i] if i < len(args) else kwargs.get(name, parameter.default_value)
-    return None
 
 
 def unsupported_error(

@@ -7,7 +7,7 @@ same as it does there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, overload
 
@@ -24,6 +24,12 @@ from numdev.exact.dtypes import (
     promoted_dtype,
     result_dtypes,
 )
+from numdev.exact.operator_arguments import (
+    leaves_of,
+    operator_argument,
+    parameters_of,
+    with_leaves,
+)
 from numdev.exact.rounding import Rounding, Unrounded, round_values, values_format
 from numdev.exact.unsupported_operations import (
     FREE,
@@ -34,7 +40,6 @@ from numdev.exact.unsupported_operations import (
     Unsupported,
     as_unsupported,
     check_supported,
-    operator_argument,
     unsupported_error,
 )
 
@@ -210,13 +215,15 @@ def compute_operation(
     for what has no exact result, for such a draw where `draws` is False, and where
     PyTorch has no fp64 kernel."""
     check_supported(func, args, kwargs)
+    leaves = leaves_of((args, kwargs))
     if func is aten.detach.default and isinstance(x := args[0], Wide):
         detached = Wide.of(x.exact.detach(), x.dtype, is_weight=x.is_weight)
         detached.refusal = x.refusal
         return detached
-    check_readable((args, kwargs))
+    _check_readable(leaves)
     name = func.overloadpacket.__name__
-    if func.is_view and name != "lift_fresh" and not _any_wide(args):
+    is_wide = any(isinstance(x, Wide) for x in leaves)
+    if func.is_view and name != "lift_fresh" and not is_wide:
         # So that what is written into the view is written into it
         return func(*args, **kwargs)
     if torch.Tag.inplace_view in func.tags and isinstance(args[0], Wide):
@@ -225,7 +232,7 @@ def compute_operation(
         if not draws and operator_argument(func, args, kwargs, "generator") is None:
             raise unsupported_error(func, "it draws random numbers, and no seed was set")
         return _draw_random(func, args, kwargs, rounding)
-    return _Call(func, args, kwargs, rounding).run()
+    return _Call(func, args, kwargs, rounding, leaves).run()
 
 
 class _Call:
@@ -238,12 +245,13 @@ class _Call:
         args: tuple[object, ...],
         kwargs: Mapping[str, object],
         rounding: Rounding,
+        leaves: Sequence[object],
     ) -> None:
         self.func, self.args, self.kwargs, self.rounding = func, args, kwargs, rounding
         self.args_before = args  # as they are before the operation writes
-        floats = [x for x in tree_leaves((args, kwargs)) if is_floating(x)]
+        floats = [x for x in leaves if is_floating(x)]
         self.has_floats = bool(floats)
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
         self.device = tensors[0].device if tensors else None
         self.common = promoted_dtype(floats)
         self.targets = list(written_tensors(func, args, kwargs))
@@ -265,7 +273,9 @@ class _Call:
         if self.targets:
             written = list(self.wide_targets.values())
             self.args_before = self.rounding.arguments(self.func, self.args, written)
-        args, kwargs = tree_map(self._read_leaf, self._arguments_with_read_numbers())
+        args, kwargs = self._arguments_with_read_numbers()
+        args = tuple(with_leaves(x, self._read_leaf) for x in args)
+        kwargs = {n: with_leaves(x, self._read_leaf) for n, x in kwargs.items()}
         args, kwargs = _without_half_to_float(self.func, args, kwargs)
         try:
             with _float64_by_default(not self.has_floats):
@@ -303,15 +313,13 @@ class _Call:
         rounding reads them; unchanged where no argument is a tensor."""
         if self.device is None:
             return self.args, dict(self.kwargs)
-        kinds = {
-            parameter.name: str(parameter.type)
-            for parameter in self.func._schema.arguments
-        }
+        parameters = parameters_of(self.func)
         # Of which there may be fewer
-        positional = zip(self.args, kinds.values(), strict=False)
-        args = tuple(self._read_number(x, kind, self.device) for x, kind in positional)
+        positional = zip(self.args, parameters.values(), strict=False)
+        args = tuple(self._read_number(x, p.kind, self.device) for x, p in positional)
         named = {
-            n: self._read_number(x, kinds[n], self.device) for n, x in self.kwargs.items()
+            n: self._read_number(x, parameters[n].kind, self.device)
+            for n, x in self.kwargs.items()
         }
         return args, named
 
@@ -387,7 +395,12 @@ def _without_lazy_bits(values: Tensor) -> Tensor:
 def check_readable(tree: object) -> None:
     """Raises Unsupported if any tensor in the tree has a `refusal` (singular and
     eigenvectors), unless a backward pass is running."""
-    for x in tree_leaves(tree):
+    _check_readable(tree_leaves(tree))
+
+
+def _check_readable(leaves: Iterable[object]) -> None:
+    """Raises Unsupported as `check_readable`, for the values of a tree."""
+    for x in leaves:
         if isinstance(x, Wide) and x.refusal and torch._C._current_graph_task_id() == -1:
             raise Unsupported(x.refusal)
 
@@ -397,18 +410,13 @@ def written_tensors(
 ) -> Iterator[Tensor]:
     """Yields the tensors that an operation writes into: by its schema, and the running
     statistics of a batch norm in training, which its schema does not name."""
-    trains = operator_argument(func, args, kwargs, "training") is True
-    unsaid = WRITES.get(func.overloadpacket.__name__, ()) if trains else ()
-    for parameter in func._schema.arguments:
-        writes = parameter.alias_info is not None and parameter.alias_info.is_write
-        if writes or parameter.name in unsaid:
-            value = operator_argument(func, args, kwargs, parameter.name)
-            yield from (x for x in tree_leaves(value) if isinstance(x, Tensor))
-
-
-def _any_wide(args: tuple[object, ...]) -> bool:
-    """Whether any tensor among the arguments, also in lists, is `Wide`."""
-    return any(isinstance(x, Wide) for x in tree_leaves(args))
+    unsaid = WRITES.get(func.overloadpacket.__name__, ())
+    if unsaid and operator_argument(func, args, kwargs, "training") is not True:
+        unsaid = ()
+    for name, parameter in parameters_of(func).items():
+        if parameter.is_written or name in unsaid:
+            value = operator_argument(func, args, kwargs, name)
+            yield from (x for x in leaves_of(value) if isinstance(x, Tensor))
 
 
 def _without_half_to_float(
@@ -417,10 +425,10 @@ def _without_half_to_float(
     """Returns the arguments with `half_to_float` set to False: a softmax that returns
     float32 for float16 has no fp64 form. Unchanged for an operator without that
     argument."""
-    names = [parameter.name for parameter in func._schema.arguments]
-    if "half_to_float" not in names:
+    parameter = parameters_of(func).get("half_to_float")
+    if parameter is None:
         return args, kwargs
-    i = names.index("half_to_float")
+    i = parameter.place
     if i < len(args):
         return (*args[:i], False, *args[i + 1 :]), kwargs
     return args, {**kwargs, "half_to_float": False}

@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -38,6 +39,10 @@ from numdev.operations.function.reference import FunctionReference
 from numdev.operations.function.trees import Values
 
 TENFOLD = 10.0
+# Of what was fitted to an output: a number takes most of another function's error too, so
+# that only so much, or no more than LIKE times what rounding explains, may be left of it
+FITTED = 100.0
+LIKE = 5.0
 CLEARLY = 1.1  # times less than the best so far must be left by what comes later
 WORK = 1 << 26  # numbers of inputs, times how many other functions are tried
 LEAST_TRIES = 8
@@ -102,9 +107,14 @@ class Wrong:
     def left_by_rounding(self) -> float:
         """Returns the rms error of the exact values rounded once, over elements that are
         finite in output and truth; 0 without any."""
-        usable = self.truth.isfinite() & self.values.isfinite()
-        error = round_to(self.truth, self.format) - self.truth
-        return math.sqrt(float(error[usable].square().sum()) / max(1, int(usable.sum())))
+        return self.rms_error_of(round_to(self.truth, self.format))
+
+    def rms_error_of(self, other: Tensor) -> float:
+        """Returns the rms error of other values of the same tensor, over elements that
+        are finite in output, truth and these; 0 without any."""
+        usable = self.truth.isfinite() & self.values.isfinite() & other.isfinite()
+        error = (other - self.truth)[usable]
+        return math.sqrt(float(error.square().sum()) / max(1, error.numel()))
 
 
 class Search:
@@ -115,6 +125,7 @@ class Search:
     def __init__(
         self, reference: FunctionReference, outputs: Mapping[str, Tensor]
     ) -> None:
+        self.reference = reference
         plain, truth = reference.plain.tensors, reference.truth
         self.wrong = {
             name: Wrong(
@@ -142,6 +153,22 @@ class Search:
         self.tries = max(LEAST_TRIES, WORK // max(size, 1))
         self.until = time.process_time() + SECONDS
 
+    @cached_property
+    def like_rounding(self) -> dict[str, float]:
+        """Returns for each output LIKE times the rms error that rounding explains: that
+        of its exact values rounded once, or of the reference rounded at every operation,
+        where that runs again."""
+        try:
+            rounded = self.reference.rounded[0]
+        except Exception:  # the reference is foreign
+            rounded = {}
+        explained = dict(self.floors)
+        for name, values in rounded.items():
+            if name in explained:
+                error = self.wrong[name].rms_error_of(values)
+                explained[name] = max(explained[name], error)
+        return {name: LIKE * error for name, error in explained.items()}
+
     @property
     def is_late(self) -> bool:
         """Whether SECONDS of CPU have passed since the search began."""
@@ -161,14 +188,22 @@ class Search:
         return self.tries <= 0 or is_explained or self.is_late
 
     def consider(
-        self, name: str, words: str, other: Tensor | None, *, is_effect: bool = False
+        self,
+        name: str,
+        words: str,
+        other: Tensor | None,
+        *,
+        is_effect: bool = False,
+        is_fitted: bool = False,
     ) -> None:
         """Takes an alternative to the output `name` as its best explanation where it
         leaves at most a tenth of the rms error, and CLEARLY less than the best so far.
         Where the best so far may be another function's effect (`is_effect`), an
-        alternative that is none may leave a little more. An output without an error has
-        no explanation. Sets `best`, `explained` and `effects`. None, another shape and an
-        alternative that is not finite change nothing."""
+        alternative that is none may leave a little more. One with a number that was
+        fitted (`is_fitted`) may leave no more than rounding does, or a FITTED-th. An
+        output without an error has no explanation. Sets `best`, `explained` and
+        `effects`. None, another shape and an alternative that is not finite change
+        nothing."""
         error = self.errors[name]
         left, rounded = self.wrong[name].left_by(other)
         if not error or not math.isfinite(left):
@@ -176,6 +211,8 @@ class Search:
         if left <= OF_ROUNDING * self.floors[name] or not rounded:
             self.explained.add(name)
         cut = LARGEST if not rounded else min(error / rounded, LARGEST)
+        if is_fitted and cut < FITTED and rounded > self.like_rounding[name]:
+            return
         before = self.best.get(name)
         wanted = 1 / CLEARLY if name in self.effects and not is_effect else CLEARLY
         if cut < TENFOLD or (before is not None and cut <= wanted * before.cut):
@@ -184,11 +221,13 @@ class Search:
         share = max(0.0, 1 - left / error)
         self.best[name] = OtherFunction(words=words, cut=cut, share=share)
 
-    def consider_all(self, words: str, values: Values) -> None:
+    def consider_all(
+        self, words: str, values: Values, *, is_fitted: bool = False
+    ) -> None:
         """Takes the tensors of `values`, by name, as alternatives to the outputs; outputs
         that are not in `values` stay as they are."""
         for name in self.wrong:
-            self.consider(name, words, values.get(name))
+            self.consider(name, words, values.get(name), is_fitted=is_fitted)
 
     def run(self, other: OtherReference) -> None:
         """Computes another function and takes its results as alternatives to the outputs.
@@ -215,7 +254,7 @@ class Search:
             other, left = fitted(number, residual, error, self.spend)
             if left * PROMISING < error and other != number.value:
                 words = number.words(other)
-                self.consider_all(words, number.results(other))
+                self.consider_all(words, number.results(other), is_fitted=True)
                 best = self.best.get(name)
                 if best and best.words == words and number.may_vanish(other):
                     self.effects.add(name)
@@ -240,7 +279,13 @@ def causes_of(
     for name, wrong in search.wrong.items():
         floor = search.floors[name]
         for result in other_results(name, wrong.values, reference, earlier, floor):
-            search.consider(name, result.words, result.values, is_effect=result.is_effect)
+            search.consider(
+                name,
+                result.words,
+                result.values,
+                is_effect=result.is_effect,
+                is_fitted=result.is_fitted,
+            )
     if search.effects:
         for other in references_of_other_inputs(reference):
             if search.spend():

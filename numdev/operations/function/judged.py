@@ -191,6 +191,7 @@ class FunctionCall:
     others: Sequence[Arguments] = field(default_factory=tuple)
     """Data of other seeds of the same shapes, one for each draw."""
     outputs_only: bool = False  # what is written into arguments is no result by itself
+    looks_closer: bool = True  # at what exceeds a limit, beside more rounded runs
 
     @cached_property
     def forms(self) -> dict[str, Form]:
@@ -259,7 +260,7 @@ class FunctionCall:
             plain=plain,
             rounded=runs,
             errors=errors,
-            further=None if self._is_large else self._further_of(name),
+            further=self._further_of(name),
             moved=_distance(name, truth, moved, errors)
             if errors is not None
             else _changed(name, truth, moved),
@@ -287,9 +288,12 @@ class FunctionCall:
         numbers = sum(x.numel() for x in self.draws[0].plain.tensors.values())
         return numbers * len(self.draws) > LARGEST_FOR_CLOSER
 
-    def _further_of(self, name: str) -> Callable[[], Sequence[Tensor]]:
+    def _further_of(self, name: str) -> Callable[[], Sequence[Tensor]] | None:
         """Returns a function that computes the tensor `name` of each run for a closer
-        look, its draws stacked; it raises what the reference raises."""
+        look, its draws stacked; it raises what the reference raises. None where nobody
+        looks closer, as at a large call."""
+        if self._is_large or not self.looks_closer:
+            return None
         return lambda: self._runs(name, lambda draw: draw.closer)
 
     def _runs(

@@ -34,6 +34,7 @@ class OtherResult(NamedTuple):
     # Whether other arguments may have it as their effect in this call, and say more:
     # entries in the midst that hold 0 are a row of a table that was left out
     is_effect: bool = False
+    is_fitted: bool = False  # whether a number in it was chosen to leave the least error
 
 
 def other_results(
@@ -78,11 +79,12 @@ def _linear(
     scale = float((o * t).sum()) / max(power, TINY)
     left = float((o - scale * t).square().sum())
     scale = _in_few_digits(scale, power, left, enough)
-    yield OtherResult(f"it is {scale:.4g} times what it should be", scale * truth)
+    words = f"it is {scale:.4g} times what it should be"
+    yield OtherResult(words, scale * truth, is_fitted=True)
     offset = float((o - t).sum()) / max(1, count)
     left = float((o - t - offset).square().sum())
     offset = _in_few_digits(offset, count, left, enough)
-    yield OtherResult(f"{offset:.4g} is added to it", truth + offset)
+    yield OtherResult(f"{offset:.4g} is added to it", truth + offset, is_fitted=True)
 
 
 def _in_few_digits(value: float, power: float, left: float, enough: float) -> float:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from numdev.exact.unsupported_operations import operator_argument
+from numdev.exact.operator_arguments import operator_argument
 from numdev.exact.wide_tensors import widened
 
 

@@ -31,6 +31,10 @@ from numdev.tensor_specs import GRADIENT
 SOUND = 1.1  # times the floor: as exact as the format allows
 MOSTLY_EXPLAINED = 1.3  # times what the reference's operations explain
 FORMULA_IS_CLOSER = 3.0  # times: from there on it is told that PyTorch's kernels err more
+WITHOUT_TF32 = (
+    " PyTorch leaves TF32 alone with `torch.backends.cudnn.allow_tf32 = False` (matrix "
+    "products: `torch.backends.cuda.matmul`) in the reference's file."
+)
 SENSITIVE = 3.0  # times what rounding explains, that inputs moved by half an ulp move
 SHOWN = 8  # inputs that are not judged
 NARROW = 10.0  # times what rounding explains: data that move the result less judge little
@@ -218,7 +222,8 @@ def _of_reference(rows: Sequence[DeviationRow]) -> Iterator[str]:
             f"it here ({largest.case}, {fmt})"
         )
         sentence += f": {cause}" if cause else ""
-        yield sentence + ("." if is_yardstick else "; it is no yardstick.")
+        sentence += "." if is_yardstick else "; it is no yardstick."
+        yield sentence + (WITHOUT_TF32 if cause and "tf32" in cause else "")
 
 
 def _of_kernels(rows: Sequence[DeviationRow]) -> Iterator[str]:

@@ -205,12 +205,13 @@ def _smaller(
     call: FunctionCall, part: FormatPart, rules: Rules, finding: Finding
 ) -> FailingCall:
     """Returns the smallest form of a call, reached within SECONDS by halving sizes, in
-    which the finding's tensor fails in the same figure as in the whole call. Raises
-    MeasurementError where it does not fail in the whole call."""
-    best = _failing(call, part, rules, finding.tensor)
-    if best is None:
+    which the finding's tensor fails in the same figure as in the whole call. A closer
+    look is taken at the last of these alone; where it does not fail then, at the one
+    before. Raises MeasurementError where it does not fail in the whole call."""
+    whole = best = _failing(call, part, rules, finding.tensor)
+    if whole is None or best is None:
         raise MeasurementError("the failure does not show where its call runs alone")
-    wanted = next(iter(best.figures.items()))
+    wanted, smaller_ones = next(iter(best.figures.items())), []
     deadline = time.monotonic() + SECONDS
     constants = part.script.constants if part.script is not None else frozenset()
     for size in sizes_to_cut(call.draws[0].arguments):
@@ -223,7 +224,13 @@ def _smaller(
             if tried is None or wanted != next(iter(tried.figures.items())):
                 break
             best, size, smaller = tried, smaller, smaller // 2
-    return best
+            smaller_ones.append(best)
+    for each in reversed(smaller_ones):
+        closely = dataclasses.replace(each.call, looks_closer=True)
+        tried = _failing(closely, part, rules, finding.tensor)
+        if tried is not None and wanted == next(iter(tried.figures.items())):
+            return tried
+    return whole
 
 
 def sizes_to_cut(arguments: Arguments) -> list[int]:
@@ -237,7 +244,7 @@ def sizes_to_cut(arguments: Arguments) -> list[int]:
 
 def _cut_call(call: FunctionCall, size: int, smaller: int) -> FunctionCall:
     """Returns a call in which every axis of length `size` has its first `smaller` places
-    alone."""
+    alone. Nobody looks closer at what exceeds a limit there."""
 
     def cut(name: str, x: Tensor) -> Tensor:
         """Returns x with the first places of every axis of that length, contiguous."""
@@ -250,7 +257,7 @@ def _cut_call(call: FunctionCall, size: int, smaller: int) -> FunctionCall:
         for draw in call.draws
     ]
     others = [other.mapped(cut) for other in call.others]
-    return FunctionCall(name=call.name, draws=draws, others=others)
+    return FunctionCall(name=call.name, draws=draws, others=others, looks_closer=False)
 
 
 def _failing(
