@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ from numdev.formats import FORMATS, round_to
 from numdev.function_check import check_beside
 from numdev.operations.function.arithmetic import (
     READ,
-    TERMS,
     Arithmetic,
     of_sum,
     returning_of,
@@ -27,6 +27,7 @@ from numdev.operations.function.reference import (
     moved_by_half_an_ulp,
 )
 from numdev.operations.function.shapes_and_dtypes import Form
+from numdev.operations.function.terms_of_sums import TERMS
 from numdev.operations.function.trees import Arguments, arguments_of, outputs_of
 from numdev.operations.function.yardstick import Errors, Lean
 
@@ -809,3 +810,80 @@ def test_sound_code_in_another_order_is_not_accused(seed: int) -> None:
             function, reference=reference, inputs=inputs, seeds=seed, formats="float32"
         )
         assert result.passed, str(result)
+
+
+GRID = 0.6 * drawn(2, 9, 8, 2, seed=4)
+BAGS = torch.randint(0, 50, (20, 16), generator=torch.Generator().manual_seed(3))
+# Of operators that add inside: a function of them, and its arguments
+ADDING: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
+    "addbmm": (
+        torch.addbmm,
+        (drawn(32, 32), drawn(16, 32, 64), drawn(16, 64, 32, seed=1)),
+    ),
+    "bilinear": (
+        torch.nn.functional.bilinear,
+        (drawn(32, 24), drawn(32, 20), drawn(16, 24, 20)),
+    ),
+    "trace": (lambda x: torch.stack([p.trace() for p in x]), (drawn(9, 300, 300),)),
+    "put": (
+        lambda x, y: x.put(torch.arange(4096) % 64, y, accumulate=True),
+        (drawn(64), drawn(4096)),
+    ),
+    "index_put": (
+        lambda x, y: x.index_put((torch.arange(4096) % 64,), y, accumulate=True),
+        (drawn(64), drawn(4096)),
+    ),
+    "embedding_bag": (
+        lambda w: torch.nn.functional.embedding_bag(BAGS, w, mode="sum"),
+        (drawn(50, 32),),
+    ),
+    "embedding_bag, means": (
+        lambda w: torch.nn.functional.embedding_bag(BAGS, w, mode="mean"),
+        (drawn(50, 32),),
+    ),
+    "fft": (lambda x: torch.view_as_real(torch.fft.fft(x)), (drawn(16, 256),)),
+    "rfft and irfft": (
+        lambda x: torch.fft.irfft(torch.fft.rfft(x, norm="ortho"), n=250),
+        (drawn(16, 256),),
+    ),
+    "fft2": (lambda x: torch.fft.fft2(x, norm="forward").real, (drawn(4, 32, 24),)),
+    "grid_sample": (
+        partial(torch.nn.functional.grid_sample, align_corners=False),
+        (drawn(2, 4, 16, 14), GRID),
+    ),
+    **{
+        f"interpolated {mode} {size}": (
+            partial(
+                torch.nn.functional.interpolate,
+                size=[size, size],
+                mode=mode,
+                antialias=antialias,
+            ),
+            (drawn(2, 4, 16, 16),),
+        )
+        for mode in ("bilinear", "bicubic")
+        for size, antialias in ((32, False), (7, False), (41, False), (9, True))
+    },
+}
+
+
+@pytest.mark.parametrize("name", ADDING)
+def test_pytorch_errs_as_explained_in_what_adds_inside(name: str) -> None:
+    """Output and gradients, in float32. A reference that errs by more than three times
+    that is no yardstick, and a sound function beside it may be accused."""
+    function, tensors = ADDING[name]
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    arguments = Arguments(
+        positional=tuple(leaves),
+        named={},
+        names=tuple(f"x{i}" for i in range(len(leaves))),
+    )
+    reference = FunctionReference(
+        function=function, arguments=arguments, seed=0, backward=True
+    )
+    assert len(reference.truth) == 1 + len(leaves)
+    for each, exact in reference.truth.items():
+        runs = [x[each] - exact for x in reference.rounded]
+        explained = float(torch.stack(runs).square().mean().sqrt())
+        plain = reference.plain.tensors[each].double() - exact
+        assert float(plain.square().mean().sqrt()) <= 1.5 * explained, each

@@ -17,8 +17,7 @@ show nothing."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import NamedTuple, cast
 
@@ -31,6 +30,7 @@ from numdev.exact.rounding import FLOAT32, EveryOperation, values_format
 from numdev.exact.wide_tensors import widened
 from numdev.formats import FORMATS
 from numdev.operations.function.projections import projection_of
+from numdev.operations.function.terms_of_sums import PRODUCTS, TERMS, TRANSFORMS
 
 aten = torch.ops.aten
 U = FLOAT32.unit_roundoff
@@ -50,8 +50,10 @@ FUNCTIONS = frozenset(
     sigmoid_backward tanh_backward gelu_backward silu_backward mish_backward
     softplus_backward elu_backward log_sigmoid_backward logaddexp xlogy sinc i0 addcdiv
     addcmul lerp smooth_l1_loss huber_loss hardswish_backward glu glu_backward
-    linalg_cross binary_cross_entropy
-    binary_cross_entropy_backward""".split()  # noqa: SIM905
+    linalg_cross binary_cross_entropy binary_cross_entropy_backward hypot logaddexp2
+    polygamma special_i0e special_i1 special_i1e special_ndtri special_log_ndtr
+    special_erfcx special_entr special_zeta special_xlog1py special_bessel_j0
+    special_bessel_j1 special_bessel_y0 special_bessel_y1""".split()  # noqa: SIM905
 )
 # Half of the first argument times 1 + erf, or 1 + tanh: far below 0 nothing is left of
 # that sum but its rounding.
@@ -65,7 +67,8 @@ NORMS = frozenset(
     _fused_rms_norm_backward _softmax _log_softmax _softmax_backward_data
     _log_softmax_backward_data prod cumprod logcumsumexp _logcumsumexp dist cdist
     _cdist_forward _pdist_forward linalg_inv_ex linalg_cholesky_ex
-    linalg_solve_triangular triangular_solve _linalg_det""".split()  # noqa: SIM905
+    linalg_solve_triangular triangular_solve _linalg_det linalg_matrix_exp renorm
+    _ctc_loss _ctc_loss_backward""".split()  # noqa: SIM905
 )
 # Logarithms, in which -1e9 or the lowest number stands for what is masked, and says
 # nothing of other results. That of a float32 number is within 104 of 0.
@@ -74,43 +77,11 @@ LARGEST_LEAN = 1e6  # of a mean's square over the variance, beyond which all is 
 LOGARITHMS = frozenset(("_log_softmax", "logcumsumexp", "_logcumsumexp"))
 # What adds up, and whose terms nobody has looked at.
 SCATTERED = frozenset(
-    """scatter_reduce index_put _index_put_impl nll_loss_forward mse_loss nll_loss2d
-    nll_loss2d_forward""".split()  # noqa: SIM905
+    """scatter_reduce index_reduce segment_reduce _segment_reduce_backward
+    nll_loss_forward mse_loss nll_loss2d nll_loss2d_forward""".split()  # noqa: SIM905
 )
-# Linear in their first argument, the gradient that comes back; weights are at most 1.
-SPREAD_GRADIENTS = frozenset(
-    """embedding_dense_backward max_pool2d_with_indices_backward
-    max_pool3d_with_indices_backward upsample_nearest1d_backward
-    upsample_nearest2d_backward upsample_nearest3d_backward upsample_linear1d_backward
-    upsample_bilinear2d_backward upsample_bicubic2d_backward upsample_trilinear3d_backward
-    reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward
-    replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward
-    col2im""".split()  # noqa: SIM905
-)
-# Means with weights that add up to 1, of two places along each axis.
-INTERPOLATIONS = frozenset(
-    ("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d")
-)
-PRODUCTS = frozenset(("mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addmv"))
-AVERAGES = frozenset(
-    ("avg_pool1d", "avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d",
-     "_adaptive_avg_pool3d")
-)  # fmt: skip
-AVERAGED_GRADIENTS = frozenset(
-    """avg_pool2d_backward avg_pool3d_backward _adaptive_avg_pool2d_backward
-    _adaptive_avg_pool3d_backward""".split()  # noqa: SIM905
-)
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What a sum adds: how many numbers (one count for all results, or one for each),
-    and the sum of their squares for each result."""
-
-    count: float | Tensor
-    squares: Tensor
-
-
+# Of which the values of arguments count
+READ = frozenset((*TERMS, *NORMS, *SCATTERED, *GELUS))
 Arguments = Sequence[object]
 
 
@@ -184,11 +155,11 @@ class Arithmetic(EveryOperation):
     def _of_parts(
         self, func: OpOverload, args: Arguments, values: Tensor
     ) -> Tensor | float:
-        """Returns the float32 errors of the real and imaginary parts of a complex product
-        of matrices or vectors, each a sum of twice as many terms, of which little may be
-        left in one part; 0 for anything else."""
+        """Returns the float32 errors of the real and imaginary parts of a Fourier
+        transform, or of a complex product of matrices or vectors, each a sum of twice as
+        many terms, of which little may be left in one part; 0 for anything else."""
         name = func.overloadpacket.__name__
-        if name not in PRODUCTS:
+        if name not in PRODUCTS | TRANSFORMS:
             return 0.0
         sizes = [x.abs() if isinstance(x, Tensor) else x for x in map(widened, args)]
         added = TERMS[name](func, sizes, values)
@@ -477,147 +448,3 @@ def _largest(args: Arguments) -> float:
     """Returns how many elements the largest floating-point argument has; 1 without
     one."""
     return float(max((_size(x) for x in args if is_floating(x)), default=1))
-
-
-# --- how many terms, and their squares ------------------------------------------------
-
-
-def _reduced(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
-    """Returns how many terms a sum along dimensions adds, or a mean, whose terms are
-    divided by their number, and the sum of their squares for each result. `args`: the
-    tensor, then the operator's next two arguments; `values`: the exact result."""
-    x = cast(Tensor, widened(args[0]))
-    count = max(1.0, x.numel() / values.numel())
-    total = func(x.square(), *args[1:3])
-    if "mean" in func.overloadpacket.__name__:
-        total = total / count
-    return Terms(count, total.reshape(values.shape))
-
-
-def _along(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
-    """Returns the terms of running sums: the i-th place along the axis (from 0) adds i +
-    1 of them. A 0-d tensor has one term."""
-    x, dim = cast(Tensor, widened(args[0])), cast(int, args[1])
-    if not x.ndim:
-        return Terms(1.0, x.square())
-    shape = [1] * x.ndim
-    shape[dim] = x.shape[dim]
-    count = torch.arange(1, x.shape[dim] + 1, dtype=x.dtype, device=x.device)
-    return Terms(count.reshape(shape), x.square().cumsum(dim))
-
-
-def _product(first: int) -> Callable[[OpOverload, Arguments, Tensor], Terms]:
-    """Returns a function that returns the terms of a product of matrices or vectors.
-    `first`: the index of the left factor among the operator's arguments; the right factor
-    is the next one. An addend before them is not among the terms."""
-
-    def terms(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
-        """Returns the terms of the product: as many as the left factor's last axis is
-        long."""
-        left, right = (cast(Tensor, widened(x)) for x in args[first : first + 2])
-        squares = left.square() @ right.square()
-        return Terms(float(left.shape[-1]), squares.expand(values.shape))
-
-    return terms
-
-
-def _convolution(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
-    """Returns the terms of a convolution without its bias: as many as an output channel
-    has weights; of a transposed one, kernel elements times input channels."""
-    x, weight = (cast(Tensor, widened(x)) for x in args[:2])
-    transposed = bool(args[6])
-    count = weight[:, 0].numel() if transposed else weight[0].numel()
-    squares = func(x.square(), weight.square(), None, *args[3:])
-    return Terms(float(count), squares)
-
-
-def _convolution_backward(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
-    """Returns the terms of one gradient of a convolution: of the input's where `values`
-    has the input's shape, else of the weight's where it has that one's, else of the
-    bias's. `args`: the gradient that comes back, input, weight, then the operator's
-    others."""
-    back, x, weight = (cast(Tensor, widened(each)) for each in args[:3])
-    which = 0 if values.shape == x.shape else 1 if values.shape == weight.shape else 2
-    mask = [i == which for i in range(3)]
-    squares = func(back.square(), x.square(), weight.square(), *args[3:-1], mask)[which]
-    per_weight = back.numel() / back.shape[1]
-    count = (weight[0].numel(), per_weight, per_weight)[which]
-    return Terms(float(max(1, count)), squares)
-
-
-def _pooled(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
-    """Returns the terms of averages over windows, divided by their number: the window's
-    elements, padding included, or of an adaptive operator the input's elements for each
-    result."""
-    x = cast(Tensor, widened(args[0]))
-    count = max(1.0, _window(func, args, x, values))
-    return Terms(count, func(x.square(), *args[1:]) / count)
-
-
-def _interpolated(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
-    """Returns the terms of an interpolation: of each axis but the first two, two places.
-    Their weights, at most 1, count once in the squares, which makes these too large."""
-    x = cast(Tensor, widened(args[0]))
-    return Terms(2.0 ** (x.ndim - 2), func(x.square(), *args[1:]))
-
-
-def _spread(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
-    """Returns the terms of the gradient of an operator that picks, repeats or
-    interpolates. The terms of a place are the numbers that come back to it. Weights below
-    1 count as 1 in the squares, which makes these too large."""
-    back, *others = map(widened, args)
-    back = cast(Tensor, back)
-    count = func(torch.ones_like(back), *others)
-    return Terms(count.clamp_min(1), func(back.square(), *others))
-
-
-def _averaged(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
-    """Returns the terms of the gradient of averages over windows. A place has a term for
-    each window that contains it: what comes back for the window, divided by the number of
-    its elements. That number is taken as the same for all windows, the average one."""
-    back, *others = map(widened, args)
-    back, x = cast(Tensor, back), cast(Tensor, others[0])
-    shares = func(torch.ones_like(back), *others)
-    size = max(1.0, _window(func, args, x, back))
-    return Terms((shares * size).clamp_min(1), func(back.square(), *others) / size)
-
-
-def _window(func: OpOverload, args: Arguments, x: Tensor, averages: Tensor) -> float:
-    """Returns how many elements an average is over: those of the window, padding
-    included; of an adaptive operator the elements of the input `x` for each element of
-    `averages`."""
-    if "adaptive" in func.overloadpacket.__name__:
-        return x.numel() / averages.numel()
-    names = [parameter.name for parameter in func._schema.arguments]
-    size = cast(Sequence[int], args[names.index("kernel_size")])
-    dims = int(func.overloadpacket.__name__.removesuffix("_backward")[-2])
-    return float(math.prod(size if len(size) == dims else [size[0]] * dims))
-
-
-def _added_at(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
-    """Returns the terms of values that are added into places of a tensor: the number that
-    a place held, and each number that is added there. `args`: the tensor, an axis, the
-    places, the values added."""
-    x, axis, places, added = map(widened, args[:4])
-    x, added = cast(Tensor, x), cast(Tensor, added)
-    count = func(torch.ones_like(x), axis, places, torch.ones_like(added))
-    return Terms(count, func(x.square(), axis, places, added.square()))
-
-
-_OF_WINDOWS: Mapping[str, Callable[[OpOverload, Arguments, Tensor], Terms]] = {
-    **dict.fromkeys(AVERAGES, _pooled),
-    **dict.fromkeys(INTERPOLATIONS, _interpolated),
-    **dict.fromkeys(SPREAD_GRADIENTS, _spread),
-    **dict.fromkeys(AVERAGED_GRADIENTS, _averaged),
-}
-TERMS: Mapping[str, Callable[[OpOverload, Arguments, Tensor], Terms]] = {
-    **dict.fromkeys(("sum", "mean", "nansum"), _reduced),
-    "cumsum": _along,
-    **dict.fromkeys(("mm", "bmm", "mv", "dot"), _product(0)),
-    **dict.fromkeys(("addmm", "baddbmm", "addmv"), _product(1)),
-    "convolution": _convolution,
-    "convolution_backward": _convolution_backward,
-    **_OF_WINDOWS,
-    **dict.fromkeys(("index_add", "scatter_add"), _added_at),
-}
-READ = frozenset((*TERMS, *NORMS, *SCATTERED, *GELUS))  # whose arguments' values count
