@@ -43,17 +43,21 @@ MOST_OPERATIONS = 1 << 24  # of a run, so that no two runs draw the same
 GOLDEN = 0x9E3779B97F4A7C15
 MIXED = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 OF_A_FUNCTION = 0.6  # u: the error of a transcendental function
-FUNCTIONS = frozenset(
+OF_COMPOSED = 1.0  # u: of what code composes of such a function and a few steps
+COMPOSED = frozenset(
+    """gelu silu mish softplus elu celu selu log_sigmoid_forward logit sigmoid_backward
+    tanh_backward gelu_backward silu_backward mish_backward softplus_backward elu_backward
+    log_sigmoid_backward logaddexp logaddexp2 xlogy sinc glu glu_backward
+    binary_cross_entropy binary_cross_entropy_backward special_xlog1py
+    special_entr""".split()  # noqa: SIM905
+)
+FUNCTIONS = COMPOSED | frozenset(
     """exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan atan2 sinh cosh tanh
-    asinh acosh atanh sigmoid erf erfc erfinv pow rsqrt reciprocal gelu silu mish softplus
-    elu celu selu hardswish hardsigmoid log_sigmoid_forward logit lgamma digamma
-    sigmoid_backward tanh_backward gelu_backward silu_backward mish_backward
-    softplus_backward elu_backward log_sigmoid_backward logaddexp xlogy sinc i0 addcdiv
-    addcmul lerp smooth_l1_loss huber_loss hardswish_backward glu glu_backward
-    linalg_cross binary_cross_entropy binary_cross_entropy_backward hypot logaddexp2
-    polygamma special_i0e special_i1 special_i1e special_ndtri special_log_ndtr
-    special_erfcx special_entr special_zeta special_xlog1py special_bessel_j0
-    special_bessel_j1 special_bessel_y0 special_bessel_y1""".split()  # noqa: SIM905
+    asinh acosh atanh sigmoid erf erfc erfinv pow rsqrt reciprocal hardswish hardsigmoid
+    lgamma digamma i0 addcdiv addcmul lerp smooth_l1_loss huber_loss hardswish_backward
+    linalg_cross hypot polygamma special_i0e special_i1 special_i1e special_ndtri
+    special_log_ndtr special_erfcx special_zeta special_bessel_j0 special_bessel_j1
+    special_bessel_y0 special_bessel_y1""".split()  # noqa: SIM905
 )
 # Half of the first argument times 1 + erf, or 1 + tanh: far below 0 nothing is left of
 # that sum but its rounding.
@@ -287,7 +291,8 @@ def variance_of(func: OpOverload, args: Arguments, values: Tensor) -> Tensor | N
         size = values.abs()
         if name in GELUS:
             size = torch.maximum(size, cast(Tensor, widened(args[0])).abs() / 2)
-        return _finite((OF_A_FUNCTION * U * size).square())
+        error = OF_COMPOSED if name in COMPOSED else OF_A_FUNCTION
+        return _finite((error * U * size).square())
     terms = TERMS.get(name)
     if terms is not None:
         added = terms(func, args, values)
@@ -411,11 +416,12 @@ def _of_means(x: Tensor, values: Tensor, groups: Groups) -> Tensor:
     grouped, squares = x.reshape(groups.view), values.square().reshape(groups.view)
     over = groups.shared
     spread = grouped.var(over, correction=0, keepdim=True)
-    lean = 1 + grouped.mean(over, keepdim=True).square() / spread
-    lean = torch.where(spread > 0, lean, 1.0).clamp_max(LARGEST_LEAN)
+    lean = grouped.mean(over, keepdim=True).square() / spread
+    lean = torch.where(spread > 0, lean, 0.0).clamp_max(LARGEST_LEAN)
     count = x.numel() / max(1, spread.numel())
     typical = squares.mean(over, keepdim=True)
-    added = _growth(count) * lean * typical / math.sqrt(count)
+    # Numbers of one sign add up to a larger sum than those around 0
+    added: Tensor = _growth(count) * typical * (count**-0.5 + lean * count**-0.25)
     return added.expand(squares.shape).reshape(values.shape)
 
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from numdev.formats import Format, round_to, ulp
+from numdev.formats import FORMATS, Format, round_to, ulp
 
 SHARE_OF_MEAN = 0.1  # of the mean of D, that is added everywhere
 OF_ALL = 1.5  # standard deviations that ln of the ratio over all may be above 0
@@ -31,6 +31,7 @@ TIMES_SOUND = 2.0  # or so many times as many as sound runs have
 LEAST_EFFECTIVE = 4.0  # numbers that a slice has in effect, below which it is not judged
 LEAST_ELEMENT = 5.0  # what single elements of a sound kernel reach, in sqrt(D)
 OF_U = 1 / 8  # of a unit roundoff: what an output may lean by
+OF_U_IN_FLOAT32 = 1.0  # the same in float32 and wider: libraries' functions lean so much
 TIMES_LEAN = 3.0  # or so many times what the yardstick's runs lean
 LEAST_FOR_LEAN = 16.0  # numbers in effect, below which a lean is not told from luck
 BLOCKS = (1, 16, 128)  # places of an axis that are a slice together
@@ -302,14 +303,17 @@ class Errors:
     @cached_property
     def luck_of_leans(self) -> tuple[float, float]:
         """Returns how many times more than OF_U of a unit roundoff slope and shift may
-        be: TIMES_LEAN times the largest of any run, at least 1 each. The reference as
-        PyTorch runs it counts among these where it is a yardstick."""
+        be: TIMES_LEAN times the largest of any run. It is at least 1 each, and in float32
+        and wider formats OF_U_IN_FLOAT32 over OF_U. The reference as PyTorch runs it
+        counts among the runs where it is a yardstick."""
         plain = (self.plain,) if self.is_yardstick else ()
         every = [_leans(e, self) for e in (*self.runs, *self.sound, *plain)]
         slopes = [abs(slope.size) for slope, _ in every]
         shifts = [abs(shift.size) for _, shift in every]
         slope, shift = (TIMES_LEAN * max(x) / OF_U for x in (slopes, shifts))
-        return max(1.0, slope), max(1.0, shift)
+        is_wide = self.format.contains(FORMATS["float32"])
+        least = OF_U_IN_FLOAT32 / OF_U if is_wide else 1.0
+        return max(least, slope), max(least, shift)
 
     def beside(self, output: Tensor) -> Excess:
         """Returns how far an output, fp64 of the truth's shape, is beyond what is
