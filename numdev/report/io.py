@@ -163,7 +163,9 @@ def write_csv(file: IO[str], lines: Sequence[Record]) -> None:
         values = line.model_dump()
         if i == 0:
             writer.writerow(values)
-        writer.writerow(map(csv_cell, values.values()))
+        writer.writerow(
+            csv_cell(x) if isinstance(x, str | dict) else x for x in values.values()
+        )  # most are numbers, which stay
 
 
 def refuse_other_kind(directory: Path, kind: str) -> None:
