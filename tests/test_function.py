@@ -127,7 +127,7 @@ def test_faulty_functions_fail_by_a_rule(name: str, rule: str) -> None:
     [
         ("other_shape", "it has the shape [1, 32, 256], not [32, 256]"),
         ("other_dtype", "it is float32, not bfloat16"),
-        ("nothing", "it is missing; what is returned: no tensor"),
+        ("nothing", "it is missing; what is returned: None"),
         ("two", "it is missing; what is returned: output_0, output_1"),
         ("writes", "it writes into its inputs (x)"),
         ("alias", "it returns memory of its input x"),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import function_examples as examples
+import pytest
 import torch
 import torch.nn.functional as F
 from click.testing import CliRunner
@@ -15,6 +16,7 @@ from torch import Tensor
 
 import numdev
 from numdev.cli.main import cli
+from numdev.errors import UsageError
 from numdev.function_check import check_beside, check_problem
 from numdev.report import FunctionReport, InputRecord, read, write
 from numdev.testing import CheckResult
@@ -163,3 +165,40 @@ def test_a_number_that_the_data_cannot_tell_is_said() -> None:
     words = not_judged(bounded, 1.0)
     assert "number -90 as -180 (which changes nothing)" in words
     assert "e+09" not in words
+
+
+async def awaited(seed: int) -> Tensor:
+    return torch.ones(seed)
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda seed: [], "expected at least one call, got an empty list"),
+        (awaited, "got coroutine"),
+        (lambda seed: None, "got NoneType"),
+        (lambda seed: (x for x in (1, 2)), "got generator"),
+    ],
+)
+def test_a_function_of_inputs_that_makes_no_call_is_refused(
+    make: Callable[[int], object], why: str
+) -> None:
+    with pytest.raises(UsageError, match=why):
+        numdev.check(torch.exp, reference=torch.exp, inputs=make)
+
+
+async def awaited_result(x: Tensor) -> Tensor:
+    return x
+
+
+def test_what_is_returned_in_place_of_a_tensor_is_said() -> None:
+    for function, words in (
+        (awaited_result, "a coroutine"),
+        (lambda x: x.detach().numpy(), "an ndarray"),
+        (lambda x: 3, "an int"),
+    ):
+        result = numdev.check(
+            function, reference=torch.exp, inputs=lambda seed: torch.ones(4) * seed
+        )
+        text = " ".join(str(result).split())
+        assert f"it is missing; what is returned: {words}" in text

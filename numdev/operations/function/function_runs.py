@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -50,6 +50,8 @@ class FunctionRun:
     backward_error: str | None = None
     buffers: tuple[str, ...] = ()  # arguments that are memory for an output
     in_float32: tuple[str, ...] = ()  # operators that have no kernel of their dtype here
+    # What was returned where that holds no tensor: `None`, `a float`
+    in_place_of_tensors: str | None = None
 
     @property
     def tensors(self) -> Values:
@@ -122,6 +124,17 @@ class Cotangents:
         return values.to(torch.complex128) if output.is_complex() else values
 
 
+def _kind_of(returned: object) -> str:
+    """Returns what a function returned that holds no tensor, in words: `None`, `a float`,
+    `an ndarray`, `a coroutine`, which is closed."""
+    if returned is None:
+        return "None"
+    if isinstance(returned, Coroutine):
+        returned.close()  # nobody awaits it
+    name = type(returned).__name__
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+
+
 def run(
     function: Callable[..., object],
     arguments: Arguments,
@@ -146,6 +159,7 @@ def run(
         returned = called(function, inputs.positional, inputs.named)
         _wait(leaves)
         outputs = outputs_of(returned)
+        other = None if outputs else _kind_of(returned)
         _check_numbers(outputs)
         written = {
             n: x for n, x in leaves.items() if not same(as_real(x), as_real(before[n]))
@@ -174,6 +188,7 @@ def run(
         alias=_alias(outputs, leaves),
         backward_error=why,
         buffers=_buffers(before),
+        in_place_of_tensors=other,
     )
     return dataclasses.replace(
         taken,

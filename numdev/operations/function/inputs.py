@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -147,11 +147,11 @@ def _from_function(
     make: Callable[..., object], function: Callable[..., object], seed: int
 ) -> list[Arguments]:
     """Returns the calls that a function of inputs gives for a seed: several for a list of
-    tuples, else one, also for an empty list. The function gets the seed as its parameter
+    tuples, else one. The function gets the seed as its parameter
     `seed`, or as its only one without a default. PyTorch's generators are seeded for it
     and restored afterwards, those of CUDA only where CUDA was in use. Raises UsageError
     where the function raises an exception or SystemExit, needs several arguments, or
-    returns None, a text, bytes or an iterator."""
+    returns None, a text, bytes, an iterator, a coroutine or an empty list."""
     with torch.random.fork_rng(devices=cuda_devices()):
         torch.manual_seed(seed)
         arguments = _seed_for(make, seed)
@@ -161,12 +161,16 @@ def _from_function(
             raise
         except (Exception, SystemExit) as error:
             raise UsageError(f"inputs: the function raised {one_line(error)}") from error
-    if data is None or isinstance(data, str | bytes | Iterator):
+    if isinstance(data, Coroutine):
+        data.close()  # nobody awaits it
+    if data is None or isinstance(data, str | bytes | Iterator | Coroutine):
         raise UsageError(
             "inputs: expected a tensor, a tuple or mapping of arguments, or a list of "
             f"tuples, got {type(data).__name__}"
         )
-    if isinstance(data, list) and data and all(isinstance(x, tuple) for x in data):
+    if isinstance(data, list) and not data:
+        raise UsageError("inputs: expected at least one call, got an empty list")
+    if isinstance(data, list) and all(isinstance(x, tuple) for x in data):
         return [arguments_of(x, function) for x in data]
     return [arguments_of(data, function)]
 

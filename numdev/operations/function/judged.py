@@ -202,7 +202,8 @@ class FunctionCall:
         forms = {name: x for name, x in self.all_forms.items() if math.prod(x.shape)}
         if not any(name not in self.draws[0].plain.gradients for name in forms):
             empty = ", ".join(f"{n} {list(x.shape)}" for n, x in self.all_forms.items())
-            what = f"tensors without numbers alone ({empty})" if empty else "no tensor"
+            other = self.draws[0].plain.in_place_of_tensors or "no tensor"
+            what = f"tensors without numbers alone ({empty})" if empty else other
             raise MeasurementError(f"it returns {what}, of which nothing can be judged")
         return forms
 
@@ -397,13 +398,16 @@ class FunctionCall:
 def _missing(name: str, runs: Sequence[FunctionRun], plain: Sequence[FunctionRun]) -> str:
     """Returns a clause on the tensor `name` of the reference's that a run lacks: `it is
     not written into, as the reference does`; of an output `it is missing; what is
-    returned: output_0`; of a gradient `it is missing`, with the error that kept it from
-    being computed where the runs have one. `plain`: the reference's runs."""
+    returned: output_0` (or `None`, `a float`, where no tensor is); of a gradient `it is
+    missing`, with the error that kept it from being computed where the runs have one.
+    `plain`: the reference's runs."""
     if name in plain[0].written:
         return "it is not written into, as the reference does"
     if name in plain[0].outputs:
         names = dict.fromkeys(name for ran in runs for name in ran.outputs)
-        return f"it is missing; what is returned: {', '.join(names) or 'no tensor'}"
+        others = dict.fromkeys(filter(None, (ran.in_place_of_tensors for ran in runs)))
+        is_returned = ", ".join(names or others) or "no tensor"
+        return f"it is missing; what is returned: {is_returned}"
     why = next(filter(None, (ran.backward_error for ran in runs)), None)
     return "it is missing" + (f": {why}" if why else "")
 

@@ -171,6 +171,7 @@ class FunctionProcess:
                 for name, dtype, shape in map(_listed, _listed(answer[group]))
             }
         alias, why = answer["alias"], answer["backward_error"]
+        other = answer["in_place_of_tensors"]
         strides = {
             str(name): tuple(int(str(n)) for n in _listed(each))
             for name, each in map(_listed, _listed(answer["strides"]))
@@ -190,6 +191,7 @@ class FunctionProcess:
         return dataclasses.replace(
             run,
             alias=None if alias is None else str(alias),
+            in_place_of_tensors=None if other is None else str(other),
             differentiable=tuple(map(str, _listed(answer["differentiable"]))),
             overwritten=tuple(map(str, _listed(answer["overwritten"]))),
         )
@@ -349,6 +351,7 @@ def _as_message(answers: Sequence[Answer]) -> Message:
             "strides": [[name, list(x)] for name, x in answer.strides.items()],
             "devices": [list(pair) for pair in answer.devices.items()],
             "backward_error": answer.backward_error,
+            "in_place_of_tensors": answer.in_place_of_tensors,
         }
         for name in GROUPS:
             values: Values = vars(answer)[name]
