@@ -157,7 +157,7 @@ def test_an_empty_tensor_has_a_form_and_no_numbers(
     ("reference", "why"),
     [
         (lambda x: x[:0], "tensors without numbers alone (output [0, 300])"),
-        (lambda x: float(x.sum()), "a float"),
+        (lambda x: float(x.sum()), "a value of type float"),
         (lambda x: None, "None"),
     ],
 )

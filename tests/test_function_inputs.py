@@ -193,9 +193,9 @@ async def awaited_result(x: Tensor) -> Tensor:
 
 def test_what_is_returned_in_place_of_a_tensor_is_said() -> None:
     for function, words in (
-        (awaited_result, "a coroutine"),
-        (lambda x: x.detach().numpy(), "an ndarray"),
-        (lambda x: 3, "an int"),
+        (awaited_result, "a value of type coroutine"),
+        (lambda x: x.detach().numpy(), "a value of type ndarray"),
+        (lambda x: 3, "a value of type int"),
     ):
         result = numdev.check(
             function, reference=torch.exp, inputs=lambda seed: torch.ones(4) * seed

@@ -50,7 +50,7 @@ class FunctionRun:
     backward_error: str | None = None
     buffers: tuple[str, ...] = ()  # arguments that are memory for an output
     in_float32: tuple[str, ...] = ()  # operators that have no kernel of their dtype here
-    # What was returned where that holds no tensor: `None`, `a float`
+    # What was returned where that holds no tensor: `None`, `a value of type float`
     in_place_of_tensors: str | None = None
 
     @property
@@ -125,14 +125,13 @@ class Cotangents:
 
 
 def _kind_of(returned: object) -> str:
-    """Returns what a function returned that holds no tensor, in words: `None`, `a float`,
-    `an ndarray`, `a coroutine`, which is closed."""
+    """Returns what a function returned that holds no tensor, in words: `None`, or `a
+    value of type float`. A coroutine is closed."""
     if returned is None:
         return "None"
     if isinstance(returned, Coroutine):
         returned.close()  # nobody awaits it
-    name = type(returned).__name__
-    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+    return f"a value of type {type(returned).__name__}"
 
 
 def run(

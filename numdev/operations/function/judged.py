@@ -398,7 +398,7 @@ class FunctionCall:
 def _missing(name: str, runs: Sequence[FunctionRun], plain: Sequence[FunctionRun]) -> str:
     """Returns a clause on the tensor `name` of the reference's that a run lacks: `it is
     not written into, as the reference does`; of an output `it is missing; what is
-    returned: output_0` (or `None`, `a float`, where no tensor is); of a gradient `it is
+    returned: output_0` (or `None`, where no tensor is); of a gradient `it is
     missing`, with the error that kept it from being computed where the runs have one.
     `plain`: the reference's runs."""
     if name in plain[0].written:
