@@ -152,6 +152,15 @@ def test_a_script_shows_a_wrong_gradient(tmp_path: Path) -> None:
     assert ran(script, instead="fused")[0] == 0
 
 
+def test_a_script_makes_a_call_before_where_one_is_remembered(tmp_path: Path) -> None:
+    script = checked("remembered", tmp_path).reproducer
+    assert script is not None
+    code, out = ran(script)
+    assert code == 1, out
+    assert "an earlier call" in script.read_text().replace("\n# ", " ")
+    assert ran(script, instead="fused")[0] == 0
+
+
 def test_a_script_is_smaller_and_keeps_equal_sizes_equal(tmp_path: Path) -> None:
     script = checked("scaled", tmp_path).reproducer
     assert script is not None

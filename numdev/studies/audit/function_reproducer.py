@@ -78,8 +78,9 @@ NO_TARGET: Mapping[str, object] = {
     "file": None, "aside": None, "class_arguments": None, "class_seed": 0,
     "class_dtype": None, "has_state": False, "memory": [], "outputs": [],
     "expected_names": [], "untouched": [], "memory_of": None, "lacking": {},
-    "contiguous": False,
+    "contiguous": False, "remembers": False,
 }  # fmt: skip
+EARLIER = "an earlier call"  # in a finding on a function that returns what it remembers
 CLEARLY = 1.2  # times sound code's figure: from there on a call shows the failure
 
 
@@ -122,6 +123,7 @@ def write_reproducer(
         tensor, figure = next(iter(small.figures.items()))
         facts = _facts_of_call(small.call, figure, tensor)
         facts |= _facts_of_figure(small, tensor, figure)
+        facts["remembers"] = EARLIER in finding.whole
         tensors = {**_stored_inputs(small.call), **_stored_exact(small, tensor)}
         call = small.call
     words = textwrap.wrap(plain(finding.whole), 97)
