@@ -133,9 +133,9 @@ def _nonempty_options(options: Mapping[str, object]) -> Mapping[str, object]:
 def _named_kernels(
     kernels: Named | Sequence[Named],
 ) -> tuple[tuple[str | Mapping[str, object], ...], dict[str, Kernel]]:
-    """Returns kernels as a request names them, names and mappings as they are; and those
-    that are functions or `Kernel`s, as kernels by name. `kernels`: one or several. Raises
-    UsageError for two functions of one name."""
+    """Returns kernels as a request names them, names and mappings as they are, functions
+    and `Kernel`s by their names; and these as kernels by name. `kernels`: one or several.
+    Raises UsageError where two functions or `Kernel`s have one name."""
     chosen = [
         x if isinstance(x, str | Mapping | Kernel) else kernel_of_function(name_of(x), x)
         for x in _as_list(kernels)

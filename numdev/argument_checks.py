@@ -124,9 +124,9 @@ def _is_of_type(value: object, hint: Any) -> bool:
 
 
 def _allowed_words(hint: object) -> Iterator[str]:
-    """Yields in words what an annotation allows, one choice at a time: `a string`,
-    `None`, `a sequence (integer)`. Every other type is its name with an article: `a
-    Tensor`."""
+    """Yields in words what an annotation allows, one choice at a time, also those of a
+    union or Literal: `a string`, `None`, `'auto'`, `a sequence (integer)`, `a mapping`,
+    `a function`. Every other type is its name with an article: `a Tensor`."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         for part in inner:

@@ -78,7 +78,7 @@ class Grouped(click.Command):
 
 
 def _show_all(context: click.Context, parameter: click.Parameter, asked: bool) -> None:
-    """Prints the help with all options, and ends the command."""
+    """Prints the help with all options and ends the command, where `asked`."""
     if asked and not context.resilient_parsing:
         context.meta[WHOLE] = True
         click.echo(context.get_help())

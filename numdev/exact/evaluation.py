@@ -186,8 +186,9 @@ def _gradients(
 
 
 def _wide_cotangent(cotangent: Cotangent, i: int, output: Tensor) -> Tensor:
-    """Returns the gradient with respect to output number `i` as a `Wide` tensor of the
-    output's dtype. Raises UsageError where its shape is not the output's."""
+    """Returns what `cotangent` gives for output number `i`, the gradient with respect to
+    it, as a `Wide` tensor of the output's dtype. Raises UsageError where its shape is not
+    the output's."""
     with _disable_current_modes():
         values = widened(cotangent(i, output))
     if values.shape != output.shape:

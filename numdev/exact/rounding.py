@@ -114,9 +114,9 @@ class EveryOperation:
     def number(
         self, func: OpOverload, value: float, dtype: torch.dtype, device: torch.device
     ) -> float:
-        """Returns the number rounded to nearest in the format of `dtype` where PyTorch's
-        kernel of `func` does so (`IN_FORMAT`, on a CPU also sums), and where the format
-        is float32 or wider. Returns it unchanged otherwise. Raises UsageError for a dtype
+        """Returns the number rounded to nearest in the format of `dtype`, where that is
+        float32 or wider, or PyTorch's kernel of `func` rounds it so (`IN_FORMAT`, on a
+        CPU also sums). Returns it unchanged otherwise. Raises UsageError for a dtype
         without a format."""
         fmt = values_format(dtype)
         in_format = IN_FORMAT_ON_CPU if device.type == "cpu" else IN_FORMAT

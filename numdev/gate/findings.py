@@ -381,9 +381,10 @@ class Fault(NamedTuple):
 
 
 def _faults(tests: Sequence[Test]) -> list[Fault]:
-    """Returns the offending rows of each test as a fault, in order; of different
-    functions one fault for each mistake, over all formats, the output's and the largest
-    errors first. Tests without offending rows have none."""
+    """Returns the offending rows of each test as a fault, in order. Tests of `suspicion`,
+    that a kernel computes another function, give one fault for each of its mistakes, over
+    all formats, at the first of these tests: the output's and the largest errors first.
+    Tests without offending rows have none."""
     offending = [test for test in tests if test.beyond]
     by_mistake: dict[tuple[str, str], list[tuple[Test, JudgedRow]]] = {}
     for test in offending:

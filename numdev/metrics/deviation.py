@@ -125,10 +125,10 @@ def _common_metrics(totals: Totals) -> dict[str, Column]:
 
 
 def _format_metrics(totals: Totals, fmt: Format) -> dict[str, Column]:
-    """Returns the metrics that need the floor's format, the baseline or a prediction:
-    max_ulp, fa_rule (only with a baseline, and in formats of 16 bits or more) and
-    worst_row (only with a prediction). Also `lost`: whether the reference is below the
-    format's rounding of its terms, so that `rel` means nothing."""
+    """Returns the metrics, [H], that need the floor's format `fmt`, the baseline or a
+    prediction: max_ulp, fa_rule (left out without a baseline, and in formats below 16
+    bits) and worst_row (left out without a prediction). Also `lost`: whether the
+    reference is below the format's rounding of its terms, so that `rel` means nothing."""
     sums, largest = totals.sums, totals.largest
     columns: dict[str, Column] = {
         "max_ulp": largest["max_ulp"],

@@ -133,10 +133,11 @@ def write(report: Report, directory: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[str]]:
-    """Yields a text file that takes the name `path` only when it is complete; after an
-    exception the old file stays. A device, a pipe, or the system's name for an open file
-    (`/dev/stdout`) is written to, and stays what it is. Raises OSError where it cannot be
-    written, as in a folder that does not exist."""
+    """Yields a text file, in UTF-8, that takes the name `path` only when it is complete;
+    after an exception the old file stays. A device, a pipe, or the system's name for an
+    open file (`/dev/stdout`) is written to, and stays what it is; a link to a file is
+    replaced. Raises OSError where it cannot be written, as in a folder that does not
+    exist."""
     if _is_written_in_place(path):
         with path.open("w", newline="", encoding="utf-8") as file:
             yield file

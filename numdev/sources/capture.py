@@ -751,8 +751,8 @@ def _causal_mask(query: Tensor, key: Tensor) -> Tensor:
 
 def _hide_others(mask: Tensor | None, shown: Tensor) -> Tensor:
     """Returns a new mask of the same kind (an additive one hides by its dtype's lowest
-    number) that also hides what `shown` (bool) does not show; `shown` itself without a
-    mask."""
+    number) that also hides what `shown` (bool, of a shape that broadcasts with it) does
+    not show; `shown` itself without a mask."""
     if mask is None or mask.dtype == torch.bool:
         return shown if mask is None else mask & shown
     return mask.masked_fill(~shown, torch.finfo(mask.dtype).min)
@@ -763,8 +763,10 @@ def run_in_parts(
 ) -> Iterator[object]:
     """Yields what a model returns for each part of its `input_ids`, read with a cache. A
     part begins where the one before ended, the first at 0, and ends at the next of
-    `ends`, which ascend. An `attention_mask` is passed to each part up to its end; other
-    inputs are ignored. Raises KeyError without `input_ids`, and what the model raises."""
+    `ends`, which ascend; tokens after the last are not read. An `attention_mask` is
+    passed to each part up to its end; other inputs are ignored. Raises KeyError without
+    `input_ids`, AttributeError where the answer has no cache, and what the model
+    raises."""
     ids, mask, past, start = inputs["input_ids"], inputs.get("attention_mask"), None, 0
     takes = signature(model.forward).parameters
     # The states of a model without attention are no keys and values.

@@ -92,7 +92,8 @@ def loss_of(answer: object) -> Tensor | None:
     dimensions: its `loss` (an attribute, or a key of a dict), else the answer itself. Of
     a tuple or list it is the only element that is such a tensor. None where there is
     none, or several."""
-    loss = answer.get("loss") if type(answer) is dict else getattr(answer, "loss", answer)
+    of_keys = answer.get("loss") if isinstance(answer, Mapping) else answer
+    loss = getattr(answer, "loss", of_keys)
     parts = loss if isinstance(loss, tuple | list) else [loss]
     numbers = [
         x

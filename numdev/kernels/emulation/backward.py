@@ -195,7 +195,8 @@ class BackwardInputs(SavedForward):
 
 def run_forward(r: Rounder, *, at_once: bool = False) -> SavedForward:
     """Runs a forward pass and returns what backward needs of it. `at_once`: many tiles
-    together, where the recipe allows it."""
+    together, where the recipe allows it: equal up to fp32 rounding, and perhaps not
+    finite where tile by tile it is."""
     q, q_s, k, v = fwd.operands_of(r)
     m, l, O, product = fwd.forward(r, q_s, k, v, at_once=at_once)
     L = r("lse", m + l.log())

@@ -533,8 +533,10 @@ def _add_tiles(
 
 def _maxima_met(r: Rounder, m_old: Tensor, tile_maxima: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the running maximum after all tiles, [B, H, rows, splits], and after each
-    tile, [B, H, rows, splits, tiles]. `tile_maxima`: the maximum of each tile alone, of
-    that shape. Tiles are ascending in both, and are met in the recipe's order."""
+    tile, [B, H, rows, splits, tiles]; with the recipe's `max_lag` it may lie that far, in
+    log2, below the largest score. `m_old`: the one before the first tile, [B, H, rows,
+    splits]; `tile_maxima`: the maximum of each tile alone, as the second result. Tiles
+    are ascending in both, and are met in the recipe's order."""
     descends, lag = r.recipe.kv_order == "descending", r.recipe.max_lag
     ordered = tile_maxima.flip(-1) if descends else tile_maxima
     if lag is None:  # a maximum of maxima is exact, in whatever order

@@ -114,8 +114,10 @@ def tile_visibility(i, j, i_ok, j_ok, low, high, LOW: tl.constexpr, HIGH: tl.con
 @triton.jit
 def apply_mask(x, i, j, seen, MASK, at, low, high, LOW: tl.constexpr, HIGH: tl.constexpr,
                MASKED: tl.constexpr):  # fmt: skip
-    """Returns the scores with the mask's entries at `at` added, in units of log 2, and
-    `seen` without what position or mask hides. Scores of hidden keys are to be
+    """Returns the scores x with the mask's entries at `at` added, and `seen` without what
+    position or mask hides. Scores are in units of log 2, before and after. MASK holds
+    natural units in fp64, -inf where it hides. Position i sees keys i + low to i + high,
+    where LOW and HIGH say that there is such a limit. Scores of hidden keys are to be
     ignored."""
     if LOW:
         seen &= j[None, :] >= i[:, None] + low

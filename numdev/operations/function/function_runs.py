@@ -158,7 +158,6 @@ def run(
         returned = called(function, inputs.positional, inputs.named)
         _wait(leaves)
         outputs = outputs_of(returned)
-        other = None if outputs else _kind_of(returned)
         _check_numbers(outputs)
         written = {
             n: x for n, x in leaves.items() if not same(as_real(x), as_real(before[n]))
@@ -187,7 +186,7 @@ def run(
         alias=_alias(outputs, leaves),
         backward_error=why,
         buffers=_buffers(before),
-        in_place_of_tensors=other,
+        in_place_of_tensors=None if outputs else _kind_of(returned),
     )
     return dataclasses.replace(
         taken,
@@ -241,7 +240,8 @@ def _modes_restored() -> Iterator[None]:
 
 
 def _check_numbers(outputs: Values) -> None:
-    """Raises MeasurementError for an output that `without_numbers` tells."""
+    """Raises MeasurementError for an output without a number for each element in memory:
+    on the device meta, sparse, nested or quantized."""
     for name, x in outputs.items():
         if kind := without_numbers(x):
             raise MeasurementError(

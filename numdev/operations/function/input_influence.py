@@ -171,9 +171,9 @@ def _largest(call: FunctionCall, name: str, results: Sequence[Values]) -> Influe
 def _exact_with(
     reference: FunctionReference, name: str, other: Tensor, *, backward: bool
 ) -> Values:
-    """Returns the exact results, by name, with the numbers `other` in place of the input
-    `name`, an argument or a parameter; empty where the reference raises. Without
-    `backward` gradients are left out."""
+    """Returns the exact results, by name, with the numbers `other`, of its shape and
+    dtype, in place of the input `name`: an argument, a parameter or a buffer. Empty where
+    the reference raises. Without `backward` gradients are left out."""
     arguments = reference.arguments
     if name in arguments.leaves():
         arguments = arguments.mapped(lambda each, x: other if each == name else x)

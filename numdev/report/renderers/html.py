@@ -133,9 +133,9 @@ def _map_parts(table: doc.Table) -> Iterator[doc.Table]:
 
 
 def _printable(value: object) -> object:
-    """Returns a value as the template shows it: text with control characters, such as
-    those that would turn the direction of what stands around it, spelled out; markup and
-    all else as it is."""
+    """Returns a value as the template shows it: in text, characters that are not
+    printable but newlines and tabs, such as those that would turn the direction of what
+    stands around them, are spelled out; markup and all else as it is."""
     if isinstance(value, str) and not isinstance(value, Markup):
         return plain(value, keep="\n\t")
     return value

@@ -559,11 +559,12 @@ def _named(
 
 
 def _named_reference(rows: Rows, reference: FunctionReference) -> Rows:
-    """Returns the rows of one of ROLES. A row of the reference as PyTorch runs it, which
-    errs by more than FAR_OFF times what its operations explain, gets the function that
-    PyTorch computes in its place, where one explains that. Other rows are returned as
-    they are, but for those in which the steps of PyTorch's kernels err by more than
-    FORMULA_IS_CLOSER times what the formula does: these say why."""
+    """Returns the rows of one of ROLES, in order. Of the reference as PyTorch runs it, a
+    row that errs by more than FAR_OFF times what its operations explain gets a
+    `suspicion`: the function that PyTorch computes instead, where one explains the error.
+    A row in which the steps of PyTorch's kernels err by more than FORMULA_IS_CLOSER times
+    what the formula does gets one that says so, where it has none. Other rows are
+    returned as they are."""
     beside = {
         row.tensor: row.beside_reference
         for row in rows

@@ -190,9 +190,9 @@ class PreparedCall(Protocol):
         deviation: Deviation,
         measured: Tensor,
     ) -> None:
-        """Adds what the operation alone knows to a kernel's metrics of each unit,
-        `units`, in place. `measured`: the measured units and rows of the tensor;
-        `deviation`: its metrics."""
+        """Adds what the operation alone knows to the metrics of each unit, `units`, of
+        one tensor of a kernel's `output`, in place. `measured`: that tensor's measured
+        units and rows; `deviation`: its metrics."""
 
 
 Call = TypeVar("Call", bound=PreparedCall)

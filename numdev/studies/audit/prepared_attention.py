@@ -129,8 +129,8 @@ class Selection:
         return self.kv_heads if tensor in KV_TENSORS else self.heads
 
     def row_indices(self, tensor: str) -> Tensor | None:
-        """Returns the positions, in the call, of the measured rows of a tensor, int64;
-        None where all are measured. Rows of dk and dv are keys."""
+        """Returns the positions, in the call, of the measured rows of a tensor, int64 on
+        the call's device; None where all are measured. Rows of dk and dv are keys."""
         return self.keys if tensor in KV_TENSORS else self.queries
 
     def length_of(self, tensor: str) -> int:

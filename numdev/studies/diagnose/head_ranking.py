@@ -267,9 +267,9 @@ def _has_half_changed(ranked: Ranked) -> bool:
 def _drowned_sentences(
     first: Ranked, row: HeadRow, ranking: Sequence[Ranked]
 ) -> tuple[str, str]:
-    """Returns how many heads lose half a gradient to rounding, with what `first` changes,
-    and the numbers which show that its errors have both signs. `row`: the numbers of
-    `first`."""
+    """Returns two sentences: how many heads lose half a gradient to rounding, and by how
+    much `first` changes its layer's dW_Q; then the numbers which show that its errors
+    have both signs. `row`: the numbers of `first`."""
     return (
         f"{sum(map(_has_half_changed, ranking))} of {len(ranking)} heads lose half a "
         f"gradient to rounding: {first.brief} changes its layer's dW_Q by "

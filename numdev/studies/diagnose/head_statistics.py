@@ -29,7 +29,8 @@ Columns = Mapping[str, Tensor]  # numbers by name, [H] each
 
 def mean_by_head(x: Tensor, rows: Tensor) -> Tensor:
     """Returns the mean of x [B, H, n] over the rows that count, of all sequences, [H];
-    NaN for a head without such a row. `rows`: which count, bool [B, H, n]."""
+    NaN for a head without such a row. `rows`: which count, bool [B, H, n]; what the
+    others hold, NaN too, has no effect."""
     return torch.where(rows, x, 0.0).sum(dim=(0, 2)) / rows.sum(dim=(0, 2))
 
 

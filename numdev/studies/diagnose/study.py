@@ -84,13 +84,13 @@ def diagnose(
     progress: Progress = lambda what, done, total: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> records.DiagnoseReport:
-    """Runs `request` and returns the report, which the caller writes. Rows go to a
-    journal in `directory`, from which a call with the same request goes on; `overwrite`
-    replaces a damaged journal or one of another request. `say` gets notes on each source,
-    `progress` (what, done, total). Raises UsageError for a request that cannot be run,
-    for a target that is refused, before any is measured, and where no call was selected;
-    MeasurementError where weights are damaged or every call was refused. A model is built
-    when its turn comes: its own errors come after earlier targets were measured."""
+    """Runs `request` and returns the report, which the caller writes; `command` is the
+    command line that it names. Rows go to a journal in `directory`, which is made, and
+    from which a call with the same request, system and files goes on; `overwrite`
+    replaces any other. `say` gets notes on each source, `progress` (what, done, total).
+    Raises UsageError for a request that cannot be run, another journal without
+    `overwrite`, other files in `directory`, a target that is refused, and where no call
+    was selected; MeasurementError for damaged weights or where every call was refused."""
     system = System.probe(request.device)
     # Names the closest of an unknown option.
     emulated = recipe(**find("emulated").with_options(request.attention))

@@ -144,7 +144,7 @@ def _kernel_table(report: DiagnoseReport, head: Ranked) -> doc.Table:
 
 def _score_name(report: DiagnoseReport) -> str:
     """Returns the name of the number that heads are ordered by: `error in the layer's
-    dW_Q`, or `|mean error of delta|` where no W_Q is known."""
+    dW_Q`, or `|mean error of delta|` where that of no head is known."""
     if any(is_judged(ranked, WRONG) for ranked in report.summary.ranking):
         return "error in the layer's dW_Q"
     return "|mean error of delta|"

@@ -166,9 +166,9 @@ def answers_clause(
     """Returns the answers of one kernel as a clause of at most WORDS words, or more where
     naming one axis on each side takes more: `bit-identical: batch (required), chunks and
     3 others; NOT: decode`. Axes of FIRST are named first. Axes that were not tried are
-    left out; `no axis was tried` where none was. An axis that was tried in part is
-    followed by ` (in part)`. `differing`: what stands before the axes that are not
-    bit-identical; `required`: axes along which the request requires all bits."""
+    left out; `no axis was tried` where none was. A bit-identical axis that was tried in
+    part is followed by ` (in part)`. `differing`: what stands before the axes that are
+    not bit-identical; `required`: axes along which the request requires all bits."""
     tried = sorted(
         (answer for answer in answers if answer.answer != "not tried"),
         key=lambda a: FIRST.index(a.axis) if a.axis in FIRST else len(FIRST),

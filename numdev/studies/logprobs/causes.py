@@ -374,9 +374,9 @@ def slope_of_alternatives(sequences: Sequences) -> float | None:
 
 
 def _alternatives(seen: Observed) -> tuple[float, float]:
-    """Returns the sums over a sequence's recorded alternatives of exact times recorded
-    log-probability, and of the square of the exact one, each less its mean over the
-    alternatives of a position; 0 without alternatives."""
+    """Returns two sums over a sequence's recorded alternatives, of exact times recorded
+    log-probability and of the exact one squared; both are taken less their means over the
+    alternatives of a position. 0 without alternatives."""
     top, exact = seen.record.top_logprobs, seen.exact
     if top is None or exact is None or exact.top_logits is None or seen.support is None:
         return 0.0, 0.0

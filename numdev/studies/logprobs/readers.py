@@ -303,8 +303,8 @@ def _too_probable(x: RecordedSequence) -> int:
 
 
 def _not_left(x: RecordedSequence) -> int:
-    """Returns how many tokens that count are not among those that their filter left; a
-    token without such is none."""
+    """Returns how many tokens that count are not among the tokens that their filter left
+    (`kept_ids`). A token without a record of these is not among them."""
     if x.kept_ids is None or x.kept_offsets is None:
         return 0
     at = np.repeat(np.arange(len(x)), np.diff(x.kept_offsets))

@@ -554,8 +554,9 @@ class LogprobsStudy:
         return search.rows
 
     def observed_pairs(self) -> Iterator[Observed]:
-        """Yields the second side's sequences, with the first side's values for a
-        reference; those without a comparable token are left out."""
+        """Yields of each pair of sequences, in order, the tokens that both sides have:
+        with the second side's values, and the first side's for a reference. `sequence` is
+        the pair's number. Pairs without a comparable token are left out."""
         for number, pair in enumerate(self.pairs):
             a, b = pair.logprobs
             if pair.finite.any():
@@ -620,8 +621,9 @@ class LogprobsStudy:
                 return
 
     def worst(self, measured: Sequence[ComparedSide]) -> list[WorstToken]:
-        """Returns the tokens that are farthest off: of each side beside the truth, else
-        of the second side beside the first."""
+        """Returns the tokens that are farthest off, the worst first and at most MOST of a
+        side: of each side beside the truth, in order, else of the second side beside the
+        first."""
         if self.model is not None:
             return [
                 w for m in measured for w in worst_tokens(m.plan.name, m.errors.sequences)

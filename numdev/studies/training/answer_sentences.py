@@ -57,11 +57,12 @@ SPIKES = "{name}: its loss spikes (step {row.step} of seed {row.seed}; {count} r
 
 def answer_sentences(run: TrainReport) -> Iterator[str]:
     """Yields the sentences of the answer, in this order. First the conclusion, where a
-    step after 0 was recorded. Then each run whose loss is not finite, where these are
-    several; then attention that does more than round. Then how far the weights of each
-    label are from the golden run's: equal bit for bit, as a multiple of the re-rounding
-    at early steps (paired by seed, with the range), or at the first step. Last, each
-    variant whose loss spikes. No sentence is about stability, since a run is one run."""
+    step after 0 was recorded. Then each run whose loss is not finite after step 0, where
+    there are several such runs; then attention that does more than round. Then how far
+    the weights of each label, but the re-rounding's, are from the golden run's, where
+    that is known: equal bit for bit, as a multiple of the re-rounding at early steps
+    (paired by seed, with the range), or at the first step. Last, each variant whose loss
+    spikes. No sentence is about stability, since a run is one run."""
     lost = _nonfinite_losses(run)
     more_than_rounds = list(not_rounding_sentences(list(output_errors(run))))
     far = list(_distances(run))

@@ -58,7 +58,7 @@ class Updates:
     @torch.no_grad()
     def step(self) -> None:
         """Updates every parameter that has a gradient, in place, at the rate that is set;
-        gradients stay."""
+        none where a GradScaler found a gradient that is not finite. Gradients stay."""
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if parameters:

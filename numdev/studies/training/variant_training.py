@@ -420,8 +420,10 @@ def shift_by_ulps(x: Tensor, ulps: Tensor) -> Tensor:
 @torch.no_grad()
 def move_weights(network: nn.Module, generator: torch.Generator) -> None:
     """Moves every parameter in place to a neighbouring number of its dtype, away from
-    zero or toward it with equal odds. Zeros, infinities and NaN stay, and so do buffers.
-    The generator is advanced. Network and `generator` are on the CPU."""
+    zero or toward it with equal odds; from the largest away is infinity. Zeros,
+    infinities and NaN stay, and so do buffers. The generator is advanced. Network and
+    `generator` are on the CPU. Raises KeyError for a dtype other than bfloat16, float16
+    and float32."""
     for parameter in network.parameters():
         up = torch.randint(2, parameter.shape, generator=generator, dtype=torch.int8)
         parameter.copy_(move_by_numbers(parameter, 2 * up - 1))

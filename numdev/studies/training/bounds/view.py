@@ -165,7 +165,8 @@ def _window_titles(measured: list[Comparison]) -> Mapping[Window, str]:
 
 
 def _pair_columns(first: str, second: str) -> list[str | Column]:
-    """Returns two columns of these titles, aligned as text."""
+    """Returns two columns of these titles, which a table that begins with them aligns as
+    text."""
     return [first, Column(second, align="left")]
 
 
