@@ -115,12 +115,16 @@ class Cotangents:
     def of(self, i: int, output: Tensor) -> Tensor:
         """Returns the gradient that comes back into the i-th output that needs one:
         normal numbers of its shape, on its device, in float64 or complex128 (imaginary
-        part 0), rounded to bfloat16, whose values every format has but those of 8 bits
-        and float16."""
+        part 0). They are rounded to float32 for an output of 32 bits or more, else to
+        bfloat16, whose values every format has but those of 8 bits and float16. Numbers
+        of few bits would add up in float32 without a rounding, or with the same one each
+        time."""
         generator = torch.Generator().manual_seed(self.seed * 1000 + i)
         real = torch.float64
         drawn = torch.randn(output.shape, generator=generator, dtype=real)
-        values = drawn.bfloat16().to(real).to(output.device)
+        is_wide = output.dtype.itemsize // (1 + output.is_complex()) >= 4
+        dtype = torch.float32 if is_wide else torch.bfloat16
+        values = drawn.to(dtype).to(real).to(output.device)
         return values.to(torch.complex128) if output.is_complex() else values
 
 

@@ -21,9 +21,9 @@ aten = torch.ops.aten
 # Linear in each of their floating-point arguments by itself, or in all together: what
 # they add is known from themselves, on squares and on ones.
 LINEAR = frozenset(
-    """trace addbmm _trilinear put index_put _index_put_impl _unsafe_index_put
-    embedding_bag_dense_backward""".split()  # noqa: SIM905
-)
+    ("trace", "addbmm", "_trilinear", "put", "index_put", "_index_put_impl",
+     "_unsafe_index_put")
+)  # fmt: skip
 # Linear in their first argument, the gradient that comes back; weights are at most 1, or
 # little more.
 SPREAD_GRADIENTS = frozenset(
@@ -294,6 +294,18 @@ def _bagged(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
     return Terms(max(1.0, size), squares / size if is_mean else squares)
 
 
+def _bagged_backward(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
+    """Returns the terms of the gradient of a table whose rows are summed, or averaged, in
+    bags of one size: of each row as many as bags that hold it."""
+    back, places, bags = (cast(Tensor, widened(x)) for x in args[:3])
+    mode = parameters_of(func)["mode"].place
+    of_sums = [*args[:mode], 0, *args[mode + 1 :]]
+    count = func(torch.ones_like(back), *of_sums[1:])
+    shares = places.numel() / max(1, bags.numel()) if args[mode] == 1 else 1.0
+    squares = func(back.square(), *of_sums[1:]) / shares**2
+    return Terms(count.clamp_min(1), squares)
+
+
 Table = Sequence[tuple[Iterable[str], TermsOf]]
 OF_NUMBERS: Table = (
     (("sum", "mean", "nansum"), _reduced),
@@ -304,6 +316,7 @@ OF_NUMBERS: Table = (
     (TRANSFORMS, _transformed),
     (("index_add", "scatter_add"), _added_at),
     (("_embedding_bag", "_embedding_bag_forward_only"), _bagged),
+    (("_embedding_bag_backward",), _bagged_backward),
 )
 OF_PLANES: Table = (
     (("convolution",), _convolution),
