@@ -65,12 +65,12 @@ def ran(script: Path, *, instead: str = "") -> tuple[int, str]:
         pytest.param(
             "stale_row",
             "rms error over what the reference's own rounding explains",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.thorough,
         ),
         pytest.param(
             "cut",
             "rms error over what the reference's own rounding explains",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.thorough,
         ),
         ("one_nan", "elements that are finite or not against the exact result"),
         pytest.param(

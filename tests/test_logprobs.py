@@ -302,7 +302,9 @@ INVENTED: dict[str, tuple[Callable[[np.ndarray], np.ndarray], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", INVENTED)
+@pytest.mark.parametrize(
+    "name", ["filled in", pytest.param("appended", marks=pytest.mark.thorough)]
+)
 def test_values_that_nobody_computed(name: str) -> None:
     """An end that was appended with some value, and a stand-in: named, with a model and
     beside the other side; without these tokens the side is at its prediction."""
@@ -383,7 +385,13 @@ def with_settings(
     ]
 
 
-@pytest.mark.parametrize("name", ONE)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(x, marks=pytest.mark.thorough) if x in ("steps", "heads") else x
+        for x in ONE
+    ],
+)
 def test_a_side_of_two_kinds_is_not_judged(name: str) -> None:
     """However near its values are: one model and one prediction cannot be both of what
     its records say. Nor is it accused."""
