@@ -497,3 +497,38 @@ def test_a_number_that_takes_most_of_another_functions_error_is_no_name() -> Non
         )
         named[width] = {row.suspicion for row in checked.report.rows} - {None}
     assert named == {"whole": set(), "constant": {"0.5 is added to it"}}
+
+
+def test_where_the_formula_errs_less_than_pytorchs_kernels_it_is_told() -> None:
+    """Beside attention whose q, k and v are not negative: with what kernels do, and not as
+    a cause of an error."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v)
+
+    def inputs(seed: int) -> tuple[Tensor, ...]:
+        generator = torch.Generator().manual_seed(seed)
+        return tuple(torch.rand(1, 2, 64, 32, generator=generator) for _ in range(3))
+
+    checked = numdev.check(
+        attend, reference=attend, inputs=inputs, formats=["bfloat16"], backward=True
+    )
+    assert checked.passed
+    rows = [row for row in checked.report.rows if row.role == "baseline"]
+    ratios = {
+        (row.tensor, row.case): row.beside_reference.formula_ratio or 0.0
+        for row in rows
+        if row.beside_reference is not None
+    }
+    (tensor, case), worst = max(ratios.items(), key=lambda item: item[1])
+    assert (tensor, worst > 4) == ("q_grad", True)
+    notes = [
+        note for note in checked.notes if "what the reference's formula does" in note
+    ]
+    assert notes == [
+        f"In q_grad the steps of PyTorch's kernels err by up to {three(worst)}× what the "
+        f"reference's formula does, and a function may err as much ({case}, bfloat16): "
+        "attention is one kernel here, which takes the row sums of its gradients from the "
+        "rounded output."
+    ]
+    assert not any(row.suspicion for row in checked.report.rows)

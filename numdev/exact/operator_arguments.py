@@ -25,13 +25,12 @@ class Parameter(NamedTuple):
 
 @cache
 def parameters_of(func: OpOverload) -> Mapping[str, Parameter]:
-    """Returns the arguments that an operator takes, by name, in their order; of a name
-    that comes twice the first. Kept for each operator."""
+    """Returns the arguments that an operator takes, by name, in their order. Kept
+    for each operator."""
     parameters: dict[str, Parameter] = {}
     for i, x in enumerate(func._schema.arguments):
         is_written = x.alias_info is not None and x.alias_info.is_write
-        parameter = Parameter(i, str(x.type), is_written, x.default_value)
-        parameters.setdefault(x.name, parameter)
+        parameters[x.name] = Parameter(i, str(x.type), is_written, x.default_value)
     return parameters
 
 

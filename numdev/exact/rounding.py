@@ -95,7 +95,7 @@ class EveryOperation:
     result. Python numbers are rounded, to nearest, as PyTorch's kernels round them: see
     `IN_FORMAT`. `chosen` picks the operations that round; by default all do. With
     `as_kernels` what PyTorch computes otherwise than by its formula (attention in one
-    kernel) takes the kernel's steps; the names of these operators are in `as_kernel`
+    kernel) takes the kernel's steps; the names of these operators are in `kernels_taken`
     afterwards."""
 
     def __init__(
@@ -104,7 +104,7 @@ class EveryOperation:
         as_kernels: bool = True,
     ) -> None:  # fmt: skip
         self.seed, self.chosen, self.as_kernels = seed, chosen, as_kernels
-        self.as_kernel: dict[str, None] = {}
+        self.kernels_taken: dict[str, None] = {}
         self.generators: dict[torch.device, torch.Generator] = {}
 
     def read(self, values: Tensor, dtype: torch.dtype, *, is_weight: bool) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from numdev.errors import MeasurementError
+from numdev.exact.kernel_steps import why_kernels_err
 from numdev.exact.rounding import values_format
 from numdev.formats import FORMATS, Format, round_to
 from numdev.operations.function.function_runs import FunctionRun
@@ -46,6 +47,7 @@ class Judge:
     moved: float | None = None
     conditioning: float | None = None
     formula_ratio: float | None = None
+    kernel_steps: str | None = None  # why the steps of PyTorch's kernels err more
 
     @property
     def format(self) -> Format:
@@ -124,6 +126,7 @@ class Judge:
             moved=self.moved,
             conditioning=self.conditioning,
             formula_ratio=self.formula_ratio,
+            kernel_steps=self.kernel_steps,
         )
         lacking = set(BesideReference.model_fields) - {"form", "layout"}
         if x is None:
@@ -255,6 +258,7 @@ class FunctionCall:
             sound = self._runs(name, lambda draw: draw.sound)
             fmt = values_format(self.forms[name].dtype)
             errors = Errors.of(truth, fmt, runs, sound, plain.double())
+        steps = why_kernels_err(self.draws[0].kernels_taken)
         return Judge(
             form=self.forms[name],
             truth=truth,
@@ -267,6 +271,7 @@ class FunctionCall:
             else _changed(name, truth, moved),
             conditioning=_distance(name, truth, shaken, errors),
             formula_ratio=self._formula_ratio(name, truth, errors),
+            kernel_steps=steps or None,
         )
 
     def _formula_ratio(

@@ -87,7 +87,7 @@ class FunctionReference:
     # Outputs that are float64 and that an implementation returns in another dtype: in
     # that; what the reference computes in float64 then errs as in float32
     returned_in: Mapping[str, torch.dtype] = field(default_factory=dict)
-    _as_kernel: dict[str, None] = field(default_factory=dict, init=False, repr=False)
+    _kernels_taken: dict[str, None] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def inputs(self) -> Values:
@@ -176,15 +176,15 @@ class FunctionReference:
         """Returns the results, by name, of a run with every operation rounded, in which
         none takes the steps of PyTorch's kernel in place of its formula's; None where
         none does in `rounded` either. Raises as `rounded`."""
-        if not self.as_kernel:
+        if not self.kernels_taken:
             return None
         return self._rounded(noise=self.seed * RUNS, as_kernels=False)
 
     @property
-    def as_kernel(self) -> Sequence[str]:
+    def kernels_taken(self) -> Sequence[str]:
         """Returns the operators that take the steps of PyTorch's kernel, in place of
         their formula's, in `rounded`. Raises as `rounded`."""
-        return list(self._as_kernel) if self.rounded else []
+        return list(self._kernels_taken) if self.rounded else []
 
     def _at_random(self, number: int) -> Values:
         """Returns the results, by name, of run `number` (below RUNS) of the call, rounded
@@ -207,7 +207,7 @@ class FunctionReference:
             as_kernels=as_kernels,
         )
         values = self.computed(arithmetic)
-        self._as_kernel.update(arithmetic.as_kernel)
+        self._kernels_taken.update(arithmetic.kernels_taken)
         for name, dtype in self.returned_in.items():
             values[name] = round_values(values[name], values_format(dtype))
         return values

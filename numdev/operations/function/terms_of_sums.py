@@ -217,7 +217,8 @@ def _spread(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
     back = cast(Tensor, back)
     count = func(torch.ones_like(back), *others).clamp_min(1)
     squares = func(back.square(), *others).abs()
-    if "upsample" not in func.overloadpacket.__name__ or "nearest" in str(func):
+    name = func.overloadpacket.__name__
+    if "upsample" not in name or "nearest" in name:
         return Terms(count, squares)
     of_coordinates = _of_coordinates(func, args, values, back)
     if of_coordinates:  # a weight of nearly 0 errs as much as another

@@ -166,6 +166,7 @@ class BesideReference(Record):
     # What the steps of PyTorch's kernels err over what the formula's own operations do;
     # None where kernels compute by the formula
     formula_ratio: float | None = None
+    kernel_steps: str | None = None  # in a clause, what these kernels do besides
 
 
 class InputRecord(Record):

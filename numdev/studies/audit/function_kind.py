@@ -227,20 +227,20 @@ def _of_reference(rows: Sequence[DeviationRow]) -> Iterator[str]:
 
 
 def _of_kernels(rows: Sequence[DeviationRow]) -> Iterator[str]:
-    """Yields a sentence for each format and cause on the tensors in which the steps of
-    PyTorch's kernels err by more than FORMULA_IS_CLOSER times what the reference's
-    formula does, with the largest of any call. `rows`: those of the reference as PyTorch
-    runs it."""
+    """Yields a sentence for each format on the tensors in which the steps of PyTorch's
+    kernels err by more than FORMULA_IS_CLOSER times what the reference's formula does,
+    with the largest of any call, and why. `rows`: those of the reference as PyTorch runs
+    it."""
     far = [row for row in rows if _formula_ratio(row) > FORMULA_IS_CLOSER]
-    for (fmt, why), each in grouped(far, lambda row: (row.format, row.suspicion)).items():
+    for fmt, each in grouped(far, lambda row: row.format).items():
         largest = max(each, key=_formula_ratio)
         tensors = joined_words(dict.fromkeys(row.tensor for row in each))
         up_to = "up to " if len(each) > 1 else ""
-        times = three(_formula_ratio(largest))
+        why = largest.beside_reference and largest.beside_reference.kernel_steps
         yield (
-            f"In {tensors} a function may err by {up_to}{times}× what the reference's "
-            "formula would, as PyTorch's own kernels do "
-            f"({largest.case}, {fmt}){f': {why}' if why else ''}."
+            f"In {tensors} the steps of PyTorch's kernels err by {up_to}"
+            f"{three(_formula_ratio(largest))}× what the reference's formula does, and a "
+            f"function may err as much ({largest.case}, {fmt}): {why}."
         )
 
 

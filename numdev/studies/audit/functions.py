@@ -19,7 +19,6 @@ from torch import Tensor
 
 from numdev.cases import CaseRef
 from numdev.errors import MeasurementError, NumdevError, UsageError, one_line
-from numdev.exact.kernel_steps import why_kernels_err
 from numdev.formats import FORMATS, Format, format_of
 from numdev.gate.judgement import Judgement
 from numdev.gate.judging import judgement_of, with_conclusions
@@ -75,7 +74,6 @@ from numdev.report import (
 from numdev.studies.audit.case_measurement import measure_task
 from numdev.studies.audit.deviation_rows import bare_row
 from numdev.studies.audit.function_for_script import ScriptTarget
-from numdev.studies.audit.function_kind import FORMULA_IS_CLOSER
 from numdev.studies.audit.function_power import power_of, tolerance_power
 from numdev.studies.audit.guarded_search import (
     GIVEN_UP,
@@ -562,23 +560,15 @@ def _named_reference(rows: Rows, reference: FunctionReference) -> Rows:
     """Returns the rows of one of ROLES, in order. Of the reference as PyTorch runs it, a
     row that errs by more than FAR_OFF times what its operations explain gets a
     `suspicion`: the function that PyTorch computes instead, where one explains the error.
-    A row in which the steps of PyTorch's kernels err by more than FORMULA_IS_CLOSER times
-    what the formula does gets one that says so, where it has none. Other rows are
-    returned as they are."""
-    beside = {
-        row.tensor: row.beside_reference
+    Other rows are returned as they are."""
+    ratios = {
+        row.tensor: row.beside_reference.predicted_ratio or 0.0
         for row in rows
         if row.role == "baseline" and row.beside_reference is not None
     }
-    by_kernels = [
-        name for name, x in beside.items() if (x.formula_ratio or 0.0) > FORMULA_IS_CLOSER
-    ]
-    named: dict[str, dict[str, object]] = {
-        name: {"suspicion": why_kernels_err(reference.as_kernel)} for name in by_kernels
-    }
-    far = [name for name, x in beside.items() if (x.predicted_ratio or 0.0) > FAR_OFF]
+    far = [name for name, ratio in ratios.items() if ratio > FAR_OFF]
     causes, _ = _causes(reference, reference.plain, far, {}) if far else ({}, None)
-    named |= {
+    named = {
         name: {"suspicion": x.words, "suspicion_cut": x.cut} for name, x in causes.items()
     }
     return [row.model_copy(update=named.get(row.tensor, {})) for row in rows]
