@@ -107,8 +107,9 @@ def write_reproducer(
     folder of `directory`/reproducers, and returns the path of the script. `target`:
     `FILE.py:name` or `module:name`. The call is made smaller first, which runs the
     function many times. Raises NumdevError where the fault does not show again, where a
-    script cannot import the function or spell its arguments, and where a file cannot be
-    written."""
+    script cannot import the function or spell its arguments, and where a folder cannot be
+    made. Raises what reading the function's file, writing the tensors, or the reference
+    raises."""
     script = part.script
     module, name, folder = (
         _import_of(target) if script is None else (script.file.name, script.name, None)
@@ -159,8 +160,10 @@ def _dtypes(tensors: Mapping[str, Tensor]) -> set[torch.dtype]:
 
 def _import_of(target: str) -> tuple[str, str, str | None]:
     """Returns the module, name and folder by which a script imports a function; the
-    folder is None for a module without a file. Raises UsageError for a function inside
-    another, for one without a name, and for a file that does not exist."""
+    folder is None for a module that is not found, and for a package without a file of its
+    own. Raises UsageError for a function inside another, for one without a name, and for
+    a file that does not exist or that no module's name can stand for. Raises
+    ModuleNotFoundError where a package that a dotted name begins with is not found."""
     module, _, name = importable_path(target).partition(":")
     if not name or "<" in name:
         what = f"a script cannot import {target}"
@@ -206,10 +209,11 @@ def _call_of(
 def _smaller(
     call: FunctionCall, part: FormatPart, rules: Rules, finding: Finding
 ) -> FailingCall:
-    """Returns the smallest form of a call, reached within SECONDS by halving sizes, in
-    which the finding's tensor fails in the same figure as in the whole call. A closer
-    look is taken at the last of these alone; where it does not fail then, at the one
-    before. Raises MeasurementError where it does not fail in the whole call."""
+    """Returns the smallest form of a call, reached by halving sizes for SECONDS, in which
+    the same tensor fails in the same figure as in the whole call: the finding's, or the
+    first that fails. A closer look is taken at the last of these alone; where it does not
+    fail then, at the one before. The whole call where no smaller one fails. Raises
+    MeasurementError where it does not fail in the whole call."""
     whole = best = _failing(call, part, rules, finding.tensor)
     if whole is None or best is None:
         raise MeasurementError("the failure does not show where its call runs alone")
@@ -385,7 +389,7 @@ def _facts_of_form(failing: FailingCall, tensor: str) -> dict[str, object]:
     """Returns what a script looks at where the first run is of another form than the
     reference's: names of what is returned, inputs that are written into, that whose
     memory is returned, outputs that let no gradient back, and whether the tensor is to be
-    contiguous. What is as the reference's is left out."""
+    contiguous. What is as the reference's is empty, None or left out."""
     ran, like = failing.runs[0], failing.call.draws[0].plain
     may_be_written = {*like.written, *like.buffers}
     names = list(like.outputs)
@@ -506,7 +510,9 @@ def _stored_exact(failing: FailingCall, tensor: str) -> dict[str, Tensor]:
 
 def _written(folder: Path, text: str, tensors: Mapping[str, Tensor]) -> Path:
     """Writes a script and its tensors into a folder, which is made, and returns the path
-    of the script; older files are replaced. Raises MeasurementError where that fails."""
+    of the script; older files are replaced. Raises MeasurementError where the folder
+    cannot be made or the script not be written, and SafetensorError where the tensors
+    cannot be."""
     from safetensors.torch import save_file
 
     script = folder / "reproduce.py"

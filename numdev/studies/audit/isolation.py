@@ -216,12 +216,12 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
         gradients: bool = False,
         times: int = 1,
     ) -> None:
-        """Begins to run a kernel `times` times, one after another, while this process
-        goes on. As many later calls with the same arguments take the results. Does
-        nothing where these runs have begun already and exactly `times` results are left
-        to take. Otherwise, as any other call does, waits for the run that goes on, and
-        drops results that are left. Raises MeasurementError where the worker could not be
-        started, and OSError where no process can be."""
+        """Begins to run a kernel `times` times (at least once), one after another, while
+        this process goes on. As many later calls with the same arguments take the
+        results. Does nothing where these runs have begun already and exactly `times`
+        results are left to take. Otherwise, as any other call does, waits for the run
+        that goes on, and drops results that are left. Raises MeasurementError where the
+        worker could not be started, and OSError where no process can be."""
         call = IsolatedRun(
             kernel.name, case, dict(options), gradients, contextlib.nullcontext
         )
@@ -340,7 +340,8 @@ class Worker:
             raise MeasurementError(f"an isolated process cannot be started: {reason}")
 
     def is_spoiled(self) -> bool:
-        """Whether the process has ended, or has sent something that no task asked for."""
+        """Whether the process has ended, has closed its end of the socket, or has sent
+        something that no task asked for."""
         return self.process.poll() is not None or not self.channel.is_clean()
 
     def answer(

@@ -82,8 +82,8 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         """Returns the journal in `directory`, which is made; started or continued. None:
         a new one in memory. With `overwrite`, and where another request's run measured
         nothing, earlier results in it are removed. Raises UsageError where the directory
-        cannot be written to or has other files in it; unless `overwrite` also for a
-        damaged journal, and for that of another request."""
+        cannot be written to, or has files in it and no journal; unless `overwrite` also
+        for a damaged journal, and for that of another request."""
         journal = cls(directory, header)
         if directory is None:
             return journal
@@ -101,7 +101,8 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
 
     @property
     def finished(self) -> int:
-        """Returns how many tasks are finished, those of earlier runs included."""
+        """Returns how many tasks are finished, those of earlier runs included. The record
+        of a case counts as one."""
         return len(self._done)
 
     def visit(self, key: str) -> bool:
@@ -114,7 +115,8 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         """Records a finished task: its rows, by the kind of row (`row`, `worst`, `case`).
         Writes them to disk where the journal has a directory. Returns whether the task is
         new. For a task that is recorded already (seeds of one case share a record) the
-        first rows stay."""
+        first rows stay. With a directory it raises ValueError for NaN and infinity in a
+        row, and OSError where it cannot be written."""
         if self.visit(key):
             return False
         self._done[key] = {kind: list(some) for kind, some in rows.items()}
@@ -146,8 +148,9 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
     def _open_file(self, directory: Path, *, overwrite: bool) -> None:
         """Opens the journal's file for appending: emptied and with a new header, or
         continued after its last whole line. Removes earlier results where it begins anew.
-        Raises UsageError for other files in the directory, a damaged journal, and one of
-        another request."""
+        Raises UsageError for other files in a directory without a journal, and, unless
+        `overwrite`, for a damaged journal and one of another request. Raises OSError
+        where a file cannot be opened."""
         path = directory / JOURNAL
         *lines, torn = path.read_bytes().split(b"\n") if path.exists() else [b""]
         first = [*lines, torn][0]

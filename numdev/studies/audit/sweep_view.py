@@ -114,7 +114,8 @@ def _table_node(
     table: CellTable, report: SweepReport, title: str, metric: str
 ) -> doc.Table:
     """Returns the table as a node. Ratios to the floor are shaded; a cell is red where a
-    rule refuses the call; where the kernel did not run it has the status in words."""
+    rule refuses the call; where the kernel did not run it has the status in words.
+    `table`: of at least one cell."""
     failed, columns = FailedNumbers(report), table.ordered
     several = len({fmt for _, fmt in columns}) > 1
     status = _reasons(report)
