@@ -81,8 +81,8 @@ class Unmeasured:
         )
 
     def fitting_threads(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context with PyTorch on one thread for a small case, else on all.
-        Raises what loading the case raises."""
+        """Returns a context with PyTorch on one thread for a case of few scores (fewer
+        than `isolation.SMALL`), else on all. Raises what loading the case raises."""
         return fitting_threads(self.case.q.shape[:3].numel() * self.case.kv_len)
 
     def begin_kernel(self, run: Isolated, after: int = 0) -> bool:
@@ -204,7 +204,8 @@ def _rows_beside(
     plan: Plan,
 ) -> Rows:
     """Returns the rows that the plan wants beside those of a measured task, by kind:
-    `profile`, `worst` and `attribution`."""
+    `profile`, `worst` of a kernel under audit, and `attribution` of one and of the
+    baseline. A kind that is not wanted is missing."""
     rows: dict[str, Sequence[object]] = {}
     if plan.details:
         rows["profile"] = profile(task, measured, bench)
@@ -326,7 +327,8 @@ def bench_of(
     """Returns a case in a format, by its name, with reference, baseline and yardsticks.
     `heads`: query heads (None: all); `gradients`: with dq, dk and dv, for which the heads
     grow to whole groups; `sample`: which rows are measured (None: all). Raises UsageError
-    for an unknown format, and for gradients of a case without grad_out."""
+    for an unknown format, where the case has none of the heads, and for gradients of a
+    case without grad_out."""
     selection = Selection.of(case, heads, gradients=gradients, sample=sample)
     exact = selection.exact(selection.case)
     return Bench.of(selection, format_named(format_name), exact, Stopwatch())

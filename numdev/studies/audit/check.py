@@ -223,7 +223,7 @@ def _has_more_keys(c: CaseRecord) -> bool:
 
 
 def _has_single_query(c: CaseRecord) -> bool:
-    """Whether one query sees several keys."""
+    """Whether there is one query, and several keys."""
     return c.q_len == 1 < c.kv_len
 
 

@@ -77,10 +77,11 @@ class Runs(Generic[Call]):
         """Returns the rows of the first run's tensors, with what was measured for them:
         one row for each tensor that has a yardstick or a distance, and each measured
         unit. Gradients are left out where none came back, and a tensor with a distance
-        alone where it did not. For the role `precision` the rows compare the exact
-        results of rounded and unrounded inputs. Raises MeasurementError where one run
-        lacks a tensor that is measured, and UsageError for a tensor in a dtype of no
-        format."""
+        alone where it did not. A baseline or planted fault on sampled rows has no row for
+        a tensor outside `by_row`; a planted fault has none for a distance alone. For the
+        role `precision` the rows compare the exact results of rounded and unrounded
+        inputs. Raises MeasurementError where one run lacks a tensor that is measured, and
+        UsageError for a tensor in a dtype of no format."""
         task, bench, select = self.task, self.bench, self.bench.selection
         output: Returned = self.runs[0]
         present = output.tensors
@@ -204,11 +205,11 @@ class Runs(Generic[Call]):
         outside: Mapping[str, Sequence[Outside]],
     ) -> None:
         """Writes into each unit's metrics, in place, what concerns all its rows, measured
-        or not: `nonfinite`, the first run's checksum (`bits`), and for several runs how
-        far they differ (`noise`). For a planted fault it is `nonfinite` alone. `outside`:
-        by tensor, what is not finite in rows that are not measured. Raises
-        MeasurementError where a run lacks the tensor, or runs differ in its shape or
-        dtype, unless it is a planted fault."""
+        or not: `nonfinite` (None with a reason where it is unknown), the first run's
+        checksum (`bits`), and for several runs how far they differ (`noise`). For a
+        planted fault it is `nonfinite` alone. `outside`: by tensor, what is not finite in
+        rows that are not measured. Raises MeasurementError where a run lacks the tensor,
+        or runs differ in its shape or dtype, unless it is a planted fault."""
         for unit, beyond in zip(units, outside.get(tensor, ()), strict=False):
             count = unit["nonfinite"] + beyond.nonfinite
             unit["nonfinite"] = count

@@ -442,9 +442,10 @@ def held_to(
     bench: Bench,
     system: System,
 ) -> dict[str, Likeness]:
-    """Returns by tensor of `names` the way of rounding that has these words, whether or
-    not it explains the call: it explains the kernel in other calls. Empty where the way
-    cannot take this call, and where no way has these words."""
+    """Returns by tensor, of those of `names` that the bench's `by_row` has, the way of
+    rounding that has these words, whether or not it explains the call: it explains the
+    kernel in other calls. Empty where the way cannot take this call, and where no way has
+    these words."""
     for each, way in _known_ways(formats, bench, system):
         if each == words and (step := way()) is not None:
             like = Likeness(words=words, expected=step, residual=1.0)
@@ -650,8 +651,10 @@ class _Compared:
 
     def attribution(self, tensor: str, claim: fits.Claim | None) -> dict[str, Any]:
         """Returns the fields, by name, of an `AttributionRow` that say which roundings
-        explain one tensor. The field `reason` alone where that is not known; no field
-        where the tensor has no error. `claim`: the kernel's; None: that of `fa2`."""
+        explain one tensor. Where none does, `explained_by` is None, `reason` says why,
+        and the others tell of the nearest. The field `reason` alone where nothing can be
+        compared; no field where the tensor has no error. `claim`: the kernel's; None:
+        that of `fa2`."""
         case, fmt = self.case, self.formats[tensor]
         if self.rows is not None and tensor in KV_TENSORS:
             why = "query rows are sampled, and a key's gradient is a sum over all of them"
@@ -728,8 +731,8 @@ def chosen(heads: tuple[int, ...], most: int = MOST_HEADS) -> tuple[int, ...]:
 def whole_groups(
     heads: tuple[int, ...], group: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns about MOST_HEADS of the query heads, in whole groups, and the kv heads that
-    these read. `group`: query heads per kv head."""
+    """Returns about MOST_HEADS of the query heads, in whole groups, at least one group,
+    and the kv heads that these read. `group`: query heads per kv head."""
     kv = chosen(
         tuple(dict.fromkeys(h // group for h in heads)), max(1, MOST_HEADS // group)
     )

@@ -321,9 +321,10 @@ def _observed(failing: FailingCall, tensor: str, figure: str) -> tuple[float, fl
 def figure_of(figure: str, x: Tensor, judge: Judge) -> float:
     """Returns a figure of a tensor x, its draws stacked, as the script computes it.
     `figure`: a key of FIGURES, but not `form` or `raises`. `mismatches` and `nonfinite`
-    are counts of elements; `slope` and `shift` are in unit roundoffs, the others in
-    multiples of what is explained. All but the counts leave out elements that are not
-    finite in x or in the exact result."""
+    are counts of elements; `slope` and `shift` are in unit roundoffs, without their sign,
+    the others in multiples of what is explained. All but the counts leave out the errors
+    of elements that are not finite in x or in the exact result. x has at least one
+    element."""
     if figure == "mismatches":
         return float((x != judge.truth).sum())
     if figure == "nonfinite":

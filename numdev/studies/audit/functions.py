@@ -222,7 +222,7 @@ def _data(asked: Asked, seed: int) -> list[Arguments]:
 def is_few(runs: Runs, plan: FunctionPlan) -> bool:
     """Whether a real floating-point output of the first run has fewer than FEW numbers,
     so that a call must be drawn several times. False where that run failed, or for inputs
-    of more than LARGEST_FOR_DRAWS numbers."""
+    of more than LARGEST_FOR_DRAWS numbers. `runs`: at least one."""
     first = runs[0]
     numbers = sum(x.numel() for x in plan.draws[0].arguments.leaves().values())
     if isinstance(first, Failure) or numbers > LARGEST_FOR_DRAWS:
@@ -262,7 +262,8 @@ def served(work: Work) -> list[Answer]:
     reason in words. Called in a process of its own; imports the function in the
     surroundings of `work`. Where a module is built and there is no draw, the only answer
     is the shapes of its parameters and buffers by name, as JSON. Raises UsageError for a
-    target that cannot be imported, or makes no module."""
+    target that cannot be imported, or makes no module; RuntimeError for a state that does
+    not fit the module."""
     around = work.surroundings
     function = (
         import_callable(work.target, "function")
@@ -370,7 +371,7 @@ class PreparedFunction:
     @cached_property
     def baseline(self) -> FunctionTensors:
         """Returns the tensors of the reference, as PyTorch runs it in the format, as
-        rows."""
+        rows; integers and bools in float64."""
         judges = self.call.judges
         return self.as_output({name: in_rows(x.plain) for name, x in judges.items()})
 
@@ -457,10 +458,10 @@ def rows_of(
 ) -> Iterator[DeviationRow]:
     """Yields the rows of one call: of inputs moved by half an ulp, of the floor, of the
     reference as PyTorch runs it, and of the function. Where the reference raises, each of
-    these four is a single row with a reason and no numbers. Where one of the function's
-    runs failed, that of the function is. `runs`: the function's, one for each draw;
-    `earlier`: the exact results of the call before, by name; `run`: runs the function
-    again, in search of a cause."""
+    these four has a single row with a reason and no numbers. Where one of the function's
+    runs failed, the function alone has such a row. `runs`: the function's, one for each
+    draw; `earlier`: the exact results of the call before, by name; `run`: runs the
+    function again, in search of a cause."""
 
     def task(role: Role, name: str) -> Task:
         """Returns the task of a role, whose kernel has this name."""
@@ -521,8 +522,8 @@ def _measured(
 
 
 def _in_one_line(error: Exception) -> str:
-    """Returns an exception in one line: numdev's own as its message, any other with its
-    class."""
+    """Returns an exception in words: numdev's own as its message and hint, any other in
+    one line with its class."""
     return str(error) if isinstance(error, NumdevError) else one_line(error)
 
 
@@ -830,8 +831,8 @@ def _of_numbers(call: FunctionCall, names: Sequence[str]) -> list[Influence]:
 def calls_of_part(part: FormatPart) -> Iterator[tuple[FunctionCall, Runs]]:
     """Yields each call with its reference, and the function's runs in order of its draws:
     a Failure in place of one that failed. Where the reference returns float64 of narrower
-    inputs and the first run does not, the call is judged in the dtypes that this run
-    returned (`FunctionCall.as_returned`)."""
+    inputs, and the first run float32 or the first argument's dtype, the call is judged in
+    the dtypes that this run returned (`FunctionCall.as_returned`)."""
     by_call: dict[int, list[FunctionRun | Failure]] = {}
     for draw, ran in zip(part.plan.draws, part.runs, strict=True):
         by_call.setdefault(draw.call, []).append(ran)
@@ -929,8 +930,8 @@ def _plan_record(parts: Sequence[FormatPart]) -> PlanRecord:
 
 
 def _doubts(plan: FunctionPlan) -> Iterator[str]:
-    """Yields a sentence that names the arguments that are all 0 or all 1 in the first
-    calls, so that code that leaves them out would pass there; nothing without such
+    """Yields a sentence that names the arguments of `plan.redrawn`, all 0 or all 1 in the
+    inputs, so that code that leaves them out would pass there; nothing without such
     arguments."""
     if plan.redrawn:
         names = ", ".join(plan.redrawn)

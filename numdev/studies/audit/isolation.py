@@ -454,7 +454,7 @@ def unpacked(sent: bytes | bytearray) -> Any:
 @contextlib.contextmanager
 def threads(count: int) -> Iterator[None]:
     """Runs the block with PyTorch on `count` threads of the CPU; sets the former number
-    again at the end."""
+    again at the end. Raises RuntimeError for a `count` below 1."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

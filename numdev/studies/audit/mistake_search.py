@@ -236,9 +236,10 @@ class Failing:
 
     def imprecise(self, hints: tuple[Loss, ...] | None = None) -> tuple[Loss, ...]:
         """Writes into rows without a cause, in place, which step is too coarse, where one
-        explains the head's error. Returns these steps. `hints`: steps of other calls, the
-        only ones that are tried; None: all known ones are. Returns () where only some
-        rows or heads are measured, where a tensor is missing or in another dtype than the
+        explains the head's error. Returns the steps that explain a head's error, each
+        once, those of heads with a cause too. `hints`: steps of other calls, the only
+        ones that are tried; None: all known ones are. Returns () where only some rows or
+        heads are measured, where a tensor is missing or in another dtype than the
         inputs', and where nothing but the log-sum-exp is wrong."""
         bench, select = self.bench, self.bench.selection
         names = ("out", *(n for n in GRADIENTS if n in bench.yardsticks))
@@ -268,7 +269,8 @@ class Failing:
         return {r.claim for r in self.rows if r.claim and r.claim.startswith(INFERRED)}
 
     def say(self, named: Named) -> None:
-        """Writes mistakes into the rows, in place. `named`: by tensor and head."""
+        """Writes mistakes into the rows, in place. `named`: by tensor and head; a row
+        without a head counts as head 0."""
         for at, row in enumerate(self.rows):
             if by := named.get((row.tensor, row.head or 0)):
                 self.rows[at] = row.model_copy(update=by.fields)

@@ -69,7 +69,7 @@ class MeasuredPart(Protocol):
 
     def drawn_rows(self, tensor: str) -> Tensor | None:
         """Returns the positions in the call of the rows that were drawn, int64, without
-        those that stood out; None where all rows are measured."""
+        those that stood out; None where nothing of the call is a sample."""
 
     def bins(self, tensor: str) -> Tensor | None:
         """Returns which measured rows are in which bin of positions, [rows, bins] of 0

@@ -194,7 +194,8 @@ class Selection:
         """Returns the fp64 reference of the measured heads and rows of a case of this
         call's shape, with gradients where these are measured; and the reference's
         log-sum-exp. The latter is of all queries where dk and dv of sampled keys need it,
-        else of the measured queries."""
+        else of the measured queries. Raises UsageError where no head is measured, and for
+        gradients of a case without grad_out."""
         restricted = self.restricted(case)
         reference = gradients(restricted) if self.gradients else attend(restricted)
         if self.keys is None or not isinstance(reference, Gradients):
@@ -404,8 +405,9 @@ class Bench:
         """Adds what only attention knows to the heads' metrics `units` of a kernel's
         tensor, in place: `empty_nonfinite`, a suspicion where the watch says `searching`,
         `narrow_sum`, and in `nulls` what the kernel returned in place of the log-sum-exp.
-        NaN in gradients of rows that see no key is added to `nonfinite`. `measured`: the
-        tensor's measured heads and rows; `deviation`: its metrics."""
+        Elements of dq that are not finite in rows that see no key are added to
+        `nonfinite`. `measured`: the tensor's measured heads and rows; `deviation`: its
+        metrics."""
         if tensor == "out":
             if any(unit["empty_rows"] for unit in units):
                 self._count_in_empty_rows(units, measured)

@@ -60,12 +60,11 @@ def audit(
     **how: Any,
 ) -> records.AuditReport:
     """Runs `request`, journalling into `directory` (None: in memory). Returns the report,
-    judged by `rules` (None: the default ones); the caller writes it. `opened`: the
-    function that makes the source; `unregistered`: kernels by name that come before the
-    registry's; `how`: further arguments of `run_plan`. Raises UsageError, before anything
-    is measured, for a request that cannot be run here, and later where no call was
-    selected; MeasurementError where the rules were made for another system, or a sound
-    request could not be carried out."""
+    judged by `rules` (None: the default ones); the caller writes it. `opened` makes the
+    source; `unregistered`: kernels by name that come before the registry's; `how`:
+    further arguments of `run_plan`. Raises UsageError, before anything is measured, for a
+    request that cannot be run here, and where no call is selected; MeasurementError where
+    rules were made for another system, or a sound request cannot be carried out."""
     system = System.probe(request.device)
     watch = Stopwatch(system.device)
     plan, rules = Plan.of(request, system, unregistered), rules or default_rules()

@@ -520,7 +520,8 @@ def _worst_row_blocks(
 
 def _explanation_blocks(explanations: Sequence[Explanation]) -> Iterator[doc.Node]:
     """Yields the table of which roundings make each kernel's errors, and a paragraph on
-    what the rounding sites in it are."""
+    what the rounding sites in it are. Without explanations the table is empty, and there
+    is no paragraph."""
     yield doc.text_table(
         ("kernel", "", "makes the errors of", "residual", "next", "of its squared error"),
         map(_explanation_line, explanations),
