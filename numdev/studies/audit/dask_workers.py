@@ -190,8 +190,8 @@ class Workers:
         future.add_done_callback(self.arrived.put)
 
     def drain(self) -> Iterator[Finished]:
-        """Yields the results of the cases that are not back yet, until all are. Raises
-        what a worker raised."""
+        """Yields the results of the cases that are not back yet, until all are. Raises as
+        `present`, and what a worker raised."""
         while self.flights:
             yield from self._next_results()
 

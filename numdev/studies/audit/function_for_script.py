@@ -39,7 +39,7 @@ class ScriptTarget:
     def facts(self, arguments: Arguments, device: str) -> dict[str, object]:
         """Returns the facts about the function for the template of a script, by name.
         Raises UsageError for a module's argument that has no spelling, and where the
-        file's text has the word cuda and the check ran on a CPU: the script alone puts no
+        file's text contains `cuda` and the check ran on a CPU: the script alone puts no
         CPU in the place of a GPU. Raises OSError where the file cannot be read."""
         text = self.file.read_text(encoding="utf-8", errors="replace")
         if not device.startswith("cuda") and "cuda" in text:

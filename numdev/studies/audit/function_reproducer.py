@@ -105,11 +105,11 @@ def write_reproducer(
 ) -> Path:
     """Writes reproduce.py and tensors.safetensors for a finding on a function into a
     folder of `directory`/reproducers, and returns the path of the script. `target`:
-    `FILE.py:name` or `module:name`. The call is made smaller first, which runs the
-    function many times. Raises NumdevError where the fault does not show again, where a
-    script cannot import the function or spell its arguments, and where a folder cannot be
-    made. Raises what reading the function's file, writing the tensors, or the reference
-    raises."""
+    `FILE.py:name` or `module:name`. A call in which the function did not raise is made
+    smaller first, which runs the function many times. Raises NumdevError where the fault
+    does not show again, where a script cannot import the function or spell its arguments,
+    and where a folder cannot be made. Raises what reading the function's file, writing
+    the tensors, or the reference raises."""
     script = part.script
     module, name, folder = (
         _import_of(target) if script is None else (script.file.name, script.name, None)
@@ -307,9 +307,9 @@ def _shows(failing: FailingCall) -> bool:
 
 def _observed(failing: FailingCall, tensor: str, figure: str) -> tuple[float, float]:
     """Returns a figure of the function's tensor, and the largest figure of sound code.
-    Sound code is the reference as PyTorch runs it and its rounded runs; the figure counts
+    Sound code is the reference as PyTorch runs it and its rounded runs; its figure counts
     at least as 1, for a single element as LEAST_ELEMENT, for slope and shift as OF_U.
-    Both are 0 for a tensor of another form."""
+    Both figures are 0 for a tensor of another form."""
     judge, x = failing.judged(tensor)
     if x is None:
         return 0.0, 0.0
@@ -369,10 +369,11 @@ def _allowed(judge: Judge) -> tuple[Tensor, Tensor]:
 
 
 def _facts_of_figure(failing: FailingCall, tensor: str, figure: str) -> dict[str, object]:
-    """Returns the numbers that a script prints and compares its figure with, by name. The
-    limit is the geometric mean of the function's figure and sound code's; of a count it
-    is one element. For the figure `form` there are the expected shape, dtype and device
-    alone."""
+    """Returns what a script prints and compares its figure with, by name: the expected
+    shape, dtype and device, the function's figure and sound code's, the limit, and the
+    unit roundoff. The limit is the geometric mean of the two figures; of a count it is
+    one element. For the figure `form` there are, besides shape, dtype and device, the
+    facts of `_facts_of_form` in place of numbers."""
     form = failing.call.forms[tensor]
     unit = failing.call.judges[tensor].format.unit_roundoff
     facts: dict[str, object] = {

@@ -187,7 +187,8 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
 
     def _read_lines(self, lines: Iterable[bytes]) -> dict[str, object]:
         """Takes over the tasks of a file's whole lines, and returns the header of the
-        first. Raises UsageError for a line that was changed, moved or removed."""
+        first. Raises UsageError for a line that was changed or moved, or that stands
+        behind one that was removed."""
         header: dict[str, object] = {}
         for number, line in enumerate(lines, 1):
             body, _, end = line.rpartition(DIGEST)
@@ -213,7 +214,8 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
 
     def _write_line(self, line: Mapping[str, object]) -> None:
         """Appends one line, with the digest of all lines up to it, and flushes the file.
-        Raises ValueError for NaN and infinity."""
+        Raises ValueError for NaN and infinity, and OSError where the file cannot be
+        written."""
         assert self._file is not None
         text = json.dumps(line, separators=(",", ":"), allow_nan=False, default=AS_DATA)
         body = text.removesuffix("}").encode()

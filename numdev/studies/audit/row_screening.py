@@ -35,8 +35,9 @@ FUSED = {"cuda": ("sdpa-efficient", "sdpa-flash"), "cpu": ()}
 
 def screened(bench: Bench, output: Output) -> Bench:
     """Returns the bench with more rows measured: beside the sampled query rows and keys,
-    SUSPECTS of each, those in which the output differs most from a second computation of
-    the call. Where that fails, the same bench with the reason in `unscreened`."""
+    up to SUSPECTS of each, those in which the output differs most from a second
+    computation of the call. Keys are added where not all are measured and the output has
+    dk. Where that fails, the same bench with the reason in `unscreened`."""
     select, strata, places = bench.selection, dict[str, Strata](), dict[str, Any]()
     try:
         with bench.watch("reference"):

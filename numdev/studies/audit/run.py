@@ -179,11 +179,11 @@ def run_plan(
 ) -> Results:
     """Measures a source, and returns the results. An interrupted run continues where
     `asked` and all else that decides its numbers is the same. `directory`: of the
-    journal; None: in memory. `workers`: None: this process measures. `save_cases`: a new
-    directory for cases. `progress` gets the present work, the number of finished tasks,
-    and their total; `say` messages that the report does not have; `tell` the rows of each
-    task while others are to come. `runner`: None: that of `running`. Raises UsageError
-    for no call and a directory that cannot be used, and as source and workers."""
+    journal; None: in memory. `workers`: None: this process measures. `overwrite`: earlier
+    results are replaced. `save_cases`: a new directory. `progress` gets the present work,
+    and the counts of finished and all tasks; `say` messages that the report lacks; `tell`
+    the rows of each task while others are to come. `runner`: None: that of `running`.
+    Raises UsageError for no call and an unusable directory, and as source and workers."""
     notes = tuple(source.notes)
     for note in notes:
         say(note)

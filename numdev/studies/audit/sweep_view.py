@@ -140,8 +140,9 @@ def _cell(
     status: Mapping[tuple[str, str, str], DeviationRow],
 ) -> Cell:
     """Returns the node of a cell: its mean, with the interval and the rules that refuse
-    it as tooltip. Where the kernel did not run it is the status, with the reason as
-    tooltip; a dash where neither is known. `status`: as of `_reasons`."""
+    it as tooltip. Without a mean it is the status of the row in which the kernel did not
+    run, with the reason as tooltip; a dash where there is no such row. `status`: as of
+    `_reasons`."""
     key = label(cell), cell.format, cell.case
     if cell.mean is None:
         row = status.get(key)

@@ -136,7 +136,8 @@ def _ratio_cells(
     """Returns four cells with errors of a kernel, or of a part of it (a gradient, a
     phase): the median and the worst over the floor, the worst over the expected one, and
     the median over the baseline's. Each has the style of its number by the rules: `bad`
-    where one refuses it, `good` where all pass it, else none."""
+    where one refuses it; `good` where one passes it and none refuses it, but not of a
+    phase; else none."""
     tensor, phase = "out", None
     if isinstance(part, PartSummary):
         tensor, phase = part.tensor, part.phase
@@ -341,9 +342,9 @@ def _head_cell(
 
 
 def by_layer(report: AuditReport) -> Iterator[doc.Node]:
-    """Yields one block of figures of the output's error over the floor, layer by layer,
-    the median over heads, a figure for each format; nothing for fewer than three
-    layers."""
+    """Yields one block of figures of the output's error over the floor, of kernels under
+    audit and the baseline, layer by layer, the median over heads, a figure for each
+    format. Nothing for fewer than three layers."""
     rows = [
         row
         for row in report.rows
@@ -492,8 +493,9 @@ def _peak_remarks(figure: Figure) -> Iterator[Item]:
 
 
 def _errors_by_bin(row: ProfileRow, relative: bool) -> Sequence[float | None]:
-    """Returns the error of each bin of a profile; with `relative` over what is predicted.
-    None for a bin without an error, and where the prediction is missing or 0."""
+    """Returns the error of each bin of a profile, None for a bin without one. With
+    `relative` it is over what is predicted, and None too where the prediction is missing
+    or 0."""
     if not relative:
         return row.errors
     predicted = row.predicted or [None] * len(row.errors)
