@@ -731,8 +731,9 @@ def chosen(heads: tuple[int, ...], most: int = MOST_HEADS) -> tuple[int, ...]:
 def whole_groups(
     heads: tuple[int, ...], group: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns about MOST_HEADS of the query heads, in whole groups, at least one group,
-    and the kv heads that these read. `group`: query heads per kv head."""
+    """Returns about MOST_HEADS query heads in whole groups, at least one group, and the
+    kv heads that these read. The groups are those of `heads`; all heads of a group are
+    returned. `group`: query heads per kv head."""
     kv = chosen(
         tuple(dict.fromkeys(h // group for h in heads)), max(1, MOST_HEADS // group)
     )

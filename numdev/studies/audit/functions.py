@@ -723,8 +723,8 @@ class FormatPart:
 
     @property
     def format(self) -> Format:
-        """Returns the format that was asked for, else that of the first floating-point
-        argument; float32 where there is none."""
+        """Returns the format that was asked for, else that of the first real
+        floating-point argument whose dtype has one; float32 where there is none."""
         return self.asked.format or format_of_inputs(self.plan.draws[0].arguments)
 
 

@@ -349,8 +349,8 @@ class Worker:
     ) -> Output | Failure:
         """Returns the worker's answer to a task, on the case's device. `name`: the
         kernel's; `task`: as `packed` returns it. Returns a Failure where the kernel gave
-        no output, the worker ended, it took longer than `limit_s` seconds, or the answer
-        is unusable."""
+        no output, the worker ended, sending or the answer took longer than `limit_s`
+        seconds, or the answer is unusable."""
         self.kernels.add(name)
         self.channel.forget()
         token = secrets.token_bytes(TOKEN_BYTES)
@@ -399,7 +399,8 @@ class Worker:
 
 def serve(descriptor: int) -> None:
     """Runs one task after another, in the worker, until numdev closes the socket; then
-    ends the process. `descriptor`: the socket's. Does not return."""
+    ends the process. `descriptor`: the socket's. Does not return. Raises OSError where
+    the connection breaks."""
     end = socket.socket(fileno=descriptor)
     with contextlib.suppress(OSError):  # Linux: when memory runs out, take this process
         Path("/proc/self/oom_score_adj").write_text("1000")

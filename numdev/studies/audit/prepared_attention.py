@@ -219,8 +219,9 @@ class Selection:
         self, case: AttentionCase, *, gradients: bool = False
     ) -> Output | Failure:
         """Returns the output of plain attention of a case of this call's shape; where
-        queries are sampled, of these alone and without dk and dv. A Failure with its
-        reason where it cannot run. `gradients`: with those of one training step."""
+        queries are sampled, of these and the measured heads alone, and without dk and dv.
+        A Failure with its reason where it cannot run. `gradients`: with those of one
+        training step."""
         whole = case if self.queries is None else self.restricted(case)
         output = attempt(find("baseline"), whole, {}, gradients=gradients)
         if self.queries is None or isinstance(output, Failure):
@@ -335,10 +336,10 @@ class Bench:
     def format_of(self, x: Tensor) -> Format:
         """Returns the format that a kernel's tensor counts as: its dtype's, or the case's
         working format in two cases. One is that it came in the dtype that stores the
-        working format. The other is that it came in a wider dtype and all its numbers are
-        of the working format; NaN counts as such. (What a kernel computes in a wider
-        format it must then return in a wider dtype.) Raises UsageError for a dtype of no
-        format."""
+        working format. The other is that PyTorch has a dtype of the working format, the
+        tensor came in a wider one, and all its numbers are of the working format; NaN
+        counts as such. (What a kernel computes in a wider format it must then return in a
+        wider dtype.) Raises UsageError for a dtype of no format."""
         case, narrow, wide = self.case, self.dtype, format_of(x.dtype)
         if x.dtype != narrow and case.working is None and wide.contains(case.format):
             same = x.to(narrow).to(x.dtype) == x

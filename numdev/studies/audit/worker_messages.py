@@ -301,7 +301,8 @@ def _read_tensor(
 
 def read_task(end: socket.socket) -> bytearray:
     """Returns the bytes of the next task; waits for them without a limit. Raises EOFError
-    where numdev has closed the socket, and for a length beyond MAX_TASK."""
+    where numdev has closed the socket, and for a length beyond MAX_TASK; OSError where
+    the connection breaks."""
     (length,) = LENGTH.unpack(_read_exactly(end, LENGTH.size))
     if length > MAX_TASK:
         raise EOFError
@@ -310,7 +311,7 @@ def read_task(end: socket.socket) -> bytearray:
 
 def _read_exactly(end: socket.socket, size: int) -> bytearray:
     """Returns the next `size` bytes; waits for them without a limit. Raises EOFError
-    where the socket is closed before."""
+    where the socket is closed before, and OSError where the connection breaks."""
     message = bytearray(size)
     missing = memoryview(message)
     while missing:
