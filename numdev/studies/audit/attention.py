@@ -20,8 +20,9 @@ class Attention:
 
     def screened(self, call: Bench, output: Output) -> Bench:
         """Returns the call with more rows measured: beside the sampled ones those in
-        which `output` differs most from a second computation of the call. A call of which
-        all rows are measured is returned as it is."""
+        which `output` differs most from a second computation of the call. Where that
+        computation fails, it is the same call with the reason in `unscreened`. A call of
+        which all rows are measured is returned as it is."""
         return call if call.selection.queries is None else screened(call, output)
 
     def explained(
@@ -37,9 +38,10 @@ class Attention:
         """Returns the call's measurement, whose rows say why the kernel errs, as far as
         it is known: the mistake it makes, or the known way of rounding that explains it
         where it declares no claim. Rows of `measured` are changed in place, or replaced
-        by those measured against that way. With a list `later` a call that errs, and any
-        call of a kernel without a claim, is appended to it while there is room, and
-        `measured` is returned unchanged; None: nothing waits."""
+        by those measured against that way; where nothing errs, it is returned unchanged.
+        With a list `later` a call that errs, and any call of a kernel without a claim, is
+        appended to it while there is room, and `measured` is returned unchanged; None:
+        nothing waits."""
         wrong = wrong_tensors(measured.rows)
         may_wait = later is not None and bool(wrong or not kernel.declares)
         is_suspicious = any(row.nonfinite or row.suspicion for row in measured.rows)

@@ -81,16 +81,17 @@ class Unmeasured:
         )
 
     def fitting_threads(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context with PyTorch on one thread for a small case, else on all.
-        Raises what loading the case raises."""
+        """Returns a context with PyTorch on one thread for a case of few scores (fewer
+        than `isolation.SMALL`), else on all. Raises what loading the case raises."""
         return fitting_threads(self.case.q.shape[:3].numel() * self.case.kv_len)
 
     def begin_kernel(self, run: Isolated, after: int = 0) -> bool:
-        """Begins to run the first kernel under audit, among the tasks from number `after`
-        on, in the process of `run`, while this process goes on. Returns whether the tasks
-        have such a kernel that is available on this system. Nothing begins for a call
-        that takes much memory, nor where both processes would compute with several
-        threads. An error in it is not raised: the kernel's task meets it again."""
+        """Begins to run a kernel under audit, the first that is available on this system
+        among the tasks from number `after` on, in the process of `run`, while this
+        process goes on. Returns whether the tasks have such a kernel. Nothing begins for
+        a call that takes much memory, nor where both processes would compute with several
+        threads. An error of FAILS_ONE_ROW is not raised: the kernel's task meets it
+        again. Raises other errors, as OSError where no process can be started."""
         for planned, task in self.tasks[after:]:
             if task.role == "kernel" and not planned.kernel.missing(self.plan.system):
                 # What fails here fails again when its task asks, whose row it costs
@@ -137,7 +138,8 @@ def measured_here(
     else in this process. To the list `later` calls are appended whose cause is searched
     when all are measured; None: each is searched by itself. `following`: the case that is
     measured next, whose first kernel may begin; None: it is not known. Raises what
-    loading the case raises."""
+    loading the case raises, and an error of `run` or of measuring that is not in
+    FAILS_ONE_ROW, as OSError where no process can be started."""
     case, plan, selection = work.case, work.plan, work.selection
     process = run if isinstance(run, Isolated) else None
     with work.fitting_threads():
@@ -202,7 +204,8 @@ def _rows_beside(
     plan: Plan,
 ) -> Rows:
     """Returns the rows that the plan wants beside those of a measured task, by kind:
-    `profile`, `worst` and `attribution`."""
+    `profile`, `worst` of a kernel under audit, and `attribution` of one and of the
+    baseline. A kind that is not wanted is missing."""
     rows: dict[str, Sequence[object]] = {}
     if plan.details:
         rows["profile"] = profile(task, measured, bench)
@@ -227,10 +230,12 @@ def measure_task(
 ) -> of_rows.Measured[Call]:
     """Returns the rows of a kernel on a prepared call, with what was measured. A kernel
     that is missing or declines gets one row, `skipped`; one that raises, or whose output
-    cannot be measured, one row, `failed`. Where the forward pass runs and a training step
-    does not, a further row of the first gradient says why. A call that errs may be
-    appended to the list `later`, to be searched with others; None: it is searched now.
-    `ran` (None: nothing) is called as soon as a kernel under audit has run."""
+    cannot be measured, one row, `failed`. Where a kernel under audit runs its forward
+    pass and no training step, a further row of the first gradient says why. A call that
+    errs may be appended to the list `later`, to be searched with others; None: it is
+    searched now. `ran` (None: nothing) is called as soon as a kernel under audit has run,
+    or failed to; not for a missing one. Raises an error of `run` or of measuring that is
+    not in FAILS_ONE_ROW, as OSError."""
     if missing := kernel.missing(system):
         why = Failure("skipped", missing)
         return of_rows.Measured(rows=[of_rows.bare_row(task, why)])
@@ -322,7 +327,8 @@ def bench_of(
     """Returns a case in a format, by its name, with reference, baseline and yardsticks.
     `heads`: query heads (None: all); `gradients`: with dq, dk and dv, for which the heads
     grow to whole groups; `sample`: which rows are measured (None: all). Raises UsageError
-    for an unknown format."""
+    for an unknown format, where the case has none of the heads, and for gradients of a
+    case without grad_out."""
     selection = Selection.of(case, heads, gradients=gradients, sample=sample)
     exact = selection.exact(selection.case)
     return Bench.of(selection, format_named(format_name), exact, Stopwatch())

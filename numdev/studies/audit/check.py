@@ -51,8 +51,10 @@ def measured(
     source: CheckSource, plan: Plan, rules: Rules, request: Mapping[str, object]
 ) -> tuple[AuditReport, Judgement]:
     """Returns the report and the judgement of a plan's kernel on the source's cases,
-    under the rules. A case that the kernel declines gets skipped rows alone. The causes
-    of calls that fail are searched together, when all are measured."""
+    under the rules. A case that `Kernel.supports` declines gets skipped rows alone, of
+    every role. The causes of calls that fail are searched together, when all are
+    measured. `plan`: with one kernel of the role `kernel`; `request`: goes into the
+    report as it is. Raises what loading a case raises."""
     watch = Stopwatch(plan.system.device)
     watch.searching = False  # calls that fail are named together, when all are measured
     later: list[Failing] = []
@@ -89,10 +91,10 @@ def measured(
 
 
 def declining(kernel: Kernel) -> Kernel:
-    """Returns the kernel, which now raises Refused for V with an infinity, in place of
-    NotImplementedError, and where PyTorch says that the chosen SDPA operator does not
-    take the call. A backward `autograd` becomes a function that differentiates the
-    forward pass."""
+    """Returns a copy of the kernel whose functions raise Refused in three cases: for V
+    with an infinity, in place of NotImplementedError, and where PyTorch says that the
+    chosen SDPA operator does not take the call. A backward `autograd` becomes a function
+    that differentiates the forward pass; a kernel without a backward still has none."""
 
     def refusing(function: Callable[..., object]) -> Callable[..., object]:
         """Returns a function of a kernel, with these exceptions turned into Refused."""
@@ -131,11 +133,13 @@ def declining(kernel: Kernel) -> Kernel:
 
 
 class CheckSource(ConfigSource):
-    """The cases of a check; None: those of configs/check/default.yaml. `named`: names of
-    these or of regimes of inputs, YAML files, captured tensors, mappings with the keys of
-    a YAML case, or AttentionCases. Drawn cases come once for each seed, with grad_out
-    where `gradients` is True. Raises UsageError for an unknown name, for a file that
-    cannot be read, for no case or no seed, and for two cases of one name and seed."""
+    """The cases of a check; `named` None: those of configs/check/default.yaml. `named`:
+    names of these or of regimes of inputs, YAML files, captured tensors, mappings with
+    the keys of a YAML case, or AttentionCases. Drawn cases come once for each seed, with
+    grad_out where `gradients` is True. AttentionCases and captured calls come once; with
+    `gradients` one without a grad_out gets one that is drawn with the first seed. Raises
+    UsageError for an unknown name, for a wrong key or value, for a file that cannot be
+    read, for no case or no seed, and for two cases of one name and seed."""
 
     def __init__(
         self,
@@ -167,9 +171,9 @@ class CheckSource(ConfigSource):
 
     def _open_named(self, named: Named, number: int) -> Sequence[Located]:
         """Returns the located cases of one entry: a case, a mapping, a YAML file, a name,
-        or captured tensors. A mapping without a name gets `case ` and `number`, and SHAPE
-        where it says no sizes. Raises UsageError for an unknown name and a file without
-        cases."""
+        or captured tensors. A mapping without a name gets `case ` and `number`, and of
+        SHAPE the sizes that it lacks. Raises UsageError for an unknown name, a wrong key
+        or value, and a file that cannot be read or has no cases."""
         seed = self._seeds[0] if self._gradients else None
         if isinstance(named, AttentionCase):
             return [as_located(with_drawn_gradient(copied(named, self._device), seed))]
@@ -219,7 +223,7 @@ def _has_more_keys(c: CaseRecord) -> bool:
 
 
 def _has_single_query(c: CaseRecord) -> bool:
-    """Whether one query sees several keys."""
+    """Whether there is one query, and several keys."""
     return c.q_len == 1 < c.kv_len
 
 
@@ -294,5 +298,6 @@ def _named_configs(name: str) -> Sequence[CaseConfig]:
 
 def _parse_case(case: Mapping[str, object]) -> Sequence[CaseConfig]:
     """Returns the configurations of a mapping with the keys of a YAML case; lists in it
-    are a grid. Raises UsageError for a wrong key or value."""
+    are a grid. Raises UsageError for a wrong key or value, and for a grid of too many
+    cells."""
     return validated({"cases": [case]}, CheckConfig, "cases").cases

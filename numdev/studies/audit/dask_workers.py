@@ -190,8 +190,8 @@ class Workers:
         future.add_done_callback(self.arrived.put)
 
     def drain(self) -> Iterator[Finished]:
-        """Yields the results of the cases that are not back yet, until all are. Raises
-        what a worker raised."""
+        """Yields the results of the cases that are not back yet, until all are. Raises as
+        `present`, and what a worker raised."""
         while self.flights:
             yield from self._next_results()
 
@@ -199,7 +199,7 @@ class Workers:
         """Yields the results of the next case that is done; nothing where none is done
         within TICK_S seconds. A case whose worker died twice gets failed rows. Raises the
         NumdevError of a worker, MeasurementError for another exception in a worker, and
-        where the scheduler is gone."""
+        where the scheduler is gone. Raises as `present` where none is done."""
         from distributed import CancelledError, KilledWorker
 
         try:
@@ -356,8 +356,8 @@ def work(
 ) -> tuple[list[Finished], dict[str, float]] | NumdevError:
     """Measures a case on a worker. Returns what goes into the journal, and seconds by
     section; or the NumdevError that says why nothing was measured, with the worker's
-    name. `expected`: JSON of what must be the same on the worker; `parcel`: pickled plan,
-    tasks, case and time limit."""
+    name. Raises any other exception as it is. `expected`: JSON of what must be the same
+    on the worker; `parcel`: pickled plan, tasks, case and time limit."""
     try:
         with contextlib.redirect_stdout(sys.stderr):  # foreign kernels print
             shared = json.loads(expected)

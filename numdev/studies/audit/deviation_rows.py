@@ -74,8 +74,14 @@ class Runs(Generic[Call]):
     runs are held to."""
 
     def measured(self) -> Measured[Call]:
-        """Returns the rows of every tensor of the first run: one for each measured unit.
-        Raises MeasurementError where a tensor is missing in one of the runs."""
+        """Returns the rows of the first run's tensors, with what was measured for them:
+        one row for each tensor that has a yardstick or a distance, and each measured
+        unit. Gradients are left out where none came back, and a tensor with a distance
+        alone where it did not. A baseline or planted fault on sampled rows has no row for
+        a tensor outside `by_row`; a planted fault has none for a distance alone. For the
+        role `precision` the rows compare the exact results of rounded and unrounded
+        inputs. Raises MeasurementError where one run lacks a tensor that is measured, and
+        UsageError for a tensor in a dtype of no format."""
         task, bench, select = self.task, self.bench, self.bench.selection
         output: Returned = self.runs[0]
         present = output.tensors
@@ -150,11 +156,13 @@ class Runs(Generic[Call]):
 
     def deviation(self, tensor: str, x: Tensor, fmt: Format) -> Deviation:
         """Returns one tensor's metrics, compared with what is predicted for it. `x`: its
-        measured units and rows; `fmt`: the format it counts as. Where nothing is
-        predicted, ratios are None with the reason in `nulls`; for the role `floor`
-        nothing is. An element that is not finite where the prediction is not finite
-        either, though the exact result fits the format, is counted in `overflow` in place
-        of `nonfinite`."""
+        measured units and rows; `fmt`: the format it counts as. For the role `floor`
+        there is no comparison with a prediction, and no metric that needs one. Where
+        nothing is predicted, AVERAGES and `worst_row` are None with the reason in
+        `nulls`. AVERAGES and `baseline_ratio` are None too for a tensor that is not in
+        `by_row`, as dk in sampled keys. An element that is not finite where the
+        prediction is not finite either, though the exact result fits the format, is
+        counted in `overflow` in place of `nonfinite`."""
         bench, select = self.bench, self.bench.selection
         yardstick = bench.yardsticks[tensor].for_format(fmt)
         of, bins = select.sampled_from(tensor), select.bins(tensor)
@@ -197,10 +205,11 @@ class Runs(Generic[Call]):
         outside: Mapping[str, Sequence[Outside]],
     ) -> None:
         """Writes into each unit's metrics, in place, what concerns all its rows, measured
-        or not: `nonfinite`, the first run's checksum (`bits`), and how far runs differ
-        (`noise`); of a planted fault `nonfinite` alone. `outside`: by tensor, what is not
-        finite in rows that are not measured. Raises MeasurementError where a run lacks
-        the tensor."""
+        or not: `nonfinite` (None with a reason where it is unknown), the first run's
+        checksum (`bits`), and for several runs how far they differ (`noise`). For a
+        planted fault it is `nonfinite` alone. `outside`: by tensor, what is not finite in
+        rows that are not measured. Raises MeasurementError where a run lacks the tensor,
+        or runs differ in its shape or dtype, unless it is a planted fault."""
         for unit, beyond in zip(units, outside.get(tensor, ()), strict=False):
             count = unit["nonfinite"] + beyond.nonfinite
             unit["nonfinite"] = count

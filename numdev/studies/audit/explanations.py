@@ -111,8 +111,9 @@ def excess(
 ) -> float:
     """Returns a metric's value as a multiple of its default limit: above 1 it is beyond.
     With `n` the value is a median over n heads, and the limit that of medians. 0 for
-    None, and for a value up to the smallest of the metric's limits. `row`: decides which
-    limit holds, and how far sampling widens it; None: the first limit."""
+    None, and for a value of at most the smallest of the metric's limits in size. `row`:
+    decides which limit holds, and how far sampling widens it; None: the first limit.
+    Raises IndexError for a metric without such a limit, unless its value is None or 0."""
     limits, least = _default_limits(name, median=bool(n))
     if value is None or abs(value) <= least:
         return 0.0
@@ -160,8 +161,9 @@ def beyond(rows: Sequence[DeviationRow], *, narrow: bool = True) -> tuple[str, .
 def wrong_tensors(rows: Sequence[DeviationRow]) -> tuple[str, ...]:
     """Returns the names of the tensors of one call that are beyond their limits, in the
     order out, dq, dk, dv, lse. Where the output is among them it stands alone: gradients
-    inherit its mistake. Empty where a row of the output has a suspicion or an element is
-    not finite; the lse is looked at only where no row has a suspicion."""
+    inherit its mistake. Empty where a row of the output has a suspicion. Where an element
+    is not finite, only the lse may be among them. The lse is looked at only where no row
+    has a suspicion."""
     wrong = beyond(rows)
     named = any(row.suspicion for row in rows)
     of_lse = [row for row in rows if row.tensor == "lse" and not named]
@@ -201,8 +203,8 @@ def excess_in_median(rows: Sequence[DeviationRow]) -> dict[str, float]:
 def locate(measured: Measured[Bench], bench: Bench) -> None:
     """Writes `errs_in` and `errs_in_of` into rows of `measured`, in place: in which rows
     of the head the error is beyond the default limit of a single row, or not finite, in
-    words. They stay None where these rows form no pattern. A row within that limit is
-    left alone."""
+    words. They stay None where these rows form no pattern. A report row whose head is
+    within that limit is left alone, and so is one of a tensor without a prediction."""
     select = (measured.bench or bench).selection
     for at, row in enumerate(measured.rows):
         ratios = (
@@ -357,8 +359,8 @@ class _Search:
         return step is not None and self.residuals["out"](step["out"]) > most
 
     def _note_way(self, words: str, way: Tried, *parts: Part) -> None:
-        """Notes the way in `best` for each of `parts` that it explains better than the
-        ways before it. Does nothing for a way that cannot take the call."""
+        """Notes the way in `best` for each of `parts` that it explains, and better than
+        the ways before it. Does nothing for a way that cannot take the call."""
         if (expected := way()) is None:
             return
         left = {
@@ -440,9 +442,10 @@ def held_to(
     bench: Bench,
     system: System,
 ) -> dict[str, Likeness]:
-    """Returns by tensor of `names` the way of rounding that has these words, whether or
-    not it explains the call: it explains the kernel in other calls. Empty where the way
-    cannot take this call, and where no way has these words."""
+    """Returns by tensor, of those of `names` that the bench's `by_row` has, the way of
+    rounding that has these words, whether or not it explains the call: it explains the
+    kernel in other calls. Empty where the way cannot take this call, and where no way has
+    these words."""
     for each, way in _known_ways(formats, bench, system):
         if each == words and (step := way()) is not None:
             like = Likeness(words=words, expected=step, residual=1.0)
@@ -601,8 +604,10 @@ def explain(
     task: Task, kernel: Kernel, measured: Measured[Bench], bench: Bench, system: System
 ) -> list[AttributionRow]:
     """Returns which roundings make the errors of a measured task: a row for each tensor
-    that its kernel returned; empty where it returned nothing. A row has a reason instead
-    where emulations predict nothing, as in float32, and where the attempt fails."""
+    with a yardstick (not the log-sum-exp) that its kernel returned; empty where it
+    returned nothing. A row has a reason instead where emulations predict nothing, as in
+    float32, and where the attempt fails. Where the whole attempt breaks off, one last row
+    has the reason."""
     output, rows = measured.output, list[AttributionRow]()
     if output is None:
         return rows
@@ -646,8 +651,10 @@ class _Compared:
 
     def attribution(self, tensor: str, claim: fits.Claim | None) -> dict[str, Any]:
         """Returns the fields, by name, of an `AttributionRow` that say which roundings
-        explain one tensor. The field `reason` alone where that is not known; no field
-        where the tensor has no error. `claim`: the kernel's; None: that of `fa2`."""
+        explain one tensor. Where none does, `explained_by` is None, `reason` says why,
+        and the others tell of the nearest. The field `reason` alone where nothing can be
+        compared; no field where the tensor has no error. `claim`: the kernel's; None:
+        that of `fa2`."""
         case, fmt = self.case, self.formats[tensor]
         if self.rows is not None and tensor in KV_TENSORS:
             why = "query rows are sampled, and a key's gradient is a sum over all of them"
@@ -724,8 +731,9 @@ def chosen(heads: tuple[int, ...], most: int = MOST_HEADS) -> tuple[int, ...]:
 def whole_groups(
     heads: tuple[int, ...], group: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns about MOST_HEADS of the query heads, in whole groups, and the kv heads that
-    these read. `group`: query heads per kv head."""
+    """Returns about MOST_HEADS query heads in whole groups, at least one group, and the
+    kv heads that these read. The groups are those of `heads`; all heads of a group are
+    returned. `group`: query heads per kv head."""
     kv = chosen(
         tuple(dict.fromkeys(h // group for h in heads)), max(1, MOST_HEADS // group)
     )
@@ -786,8 +794,8 @@ def examine(
 
 def most(rows: Iterable[WorstRow]) -> tuple[WorstRow, ...]:
     """Returns the rows for a report's summary, at most SHOWN, each place once: first
-    those with elements that are not finite, then those whose ratio is NOTABLE or more,
-    the largest first."""
+    those with elements that are not finite, the most such elements first; then those
+    whose ratio to what is predicted is NOTABLE or more, the largest first."""
     notable = [
         r for r in rows if r.nonfinite or (r.predicted and (r.ratio or 0.0) >= NOTABLE)
     ]

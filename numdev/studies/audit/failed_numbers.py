@@ -32,9 +32,10 @@ class FailedNumbers:
                 self._add(test)
 
     def _add(self, test: Test) -> None:
-        """Notes the style of the numbers that a test judged: `bad` where it is exceeded,
-        `good` where it is held and no other test refused the number. A test of any other
-        standing is passed over."""
+        """Notes what a test judged. Where it is exceeded, the tensor's number and the
+        numbers beyond a limit are `bad`, and the rule is noted for each case with such a
+        row. Where it is held, the tensor's number is `good`, unless another test refuses
+        it. A test of any other standing is passed over."""
         failed = test.standing is Standing.EXCEEDED
         if not failed and test.standing is not Standing.HELD:
             return
@@ -73,6 +74,7 @@ class FailedNumbers:
         phase: str | None = None,
     ) -> Style:
         """Returns `bad` where a rule refuses this metric of the tensor in a row of the
-        phase (None: of any phase), `good` where all rules on it pass, and an empty style
-        where no rule judged it. `kernel`: its name with options."""
+        phase (None: of any phase). Returns `good` where a rule passes it and none refuses
+        it, for `phase` None alone; else an empty style. `kernel`: its name with
+        options."""
         return self._styles.get((kernel, format, tensor, metric, phase), "")

@@ -39,7 +39,7 @@ class ScriptTarget:
     def facts(self, arguments: Arguments, device: str) -> dict[str, object]:
         """Returns the facts about the function for the template of a script, by name.
         Raises UsageError for a module's argument that has no spelling, and where the
-        file's text has the word cuda and the check ran on a CPU: the script alone puts no
+        file's text contains `cuda` and the check ran on a CPU: the script alone puts no
         CPU in the place of a GPU. Raises OSError where the file cannot be read."""
         text = self.file.read_text(encoding="utf-8", errors="replace")
         if not device.startswith("cuda") and "cuda" in text:
@@ -68,8 +68,9 @@ class ScriptTarget:
 
     def write_aside(self, folder: Path) -> None:
         """Copies the folder that the function's file imports from into the folder of a
-        script, as `files`. Does nothing without such a folder. Raises MeasurementError
-        where it cannot be copied."""
+        script, as `files`, without `__pycache__` and `definition_reference.py`. Does
+        nothing without such a folder. Raises MeasurementError where it cannot be copied,
+        and where `files` exists."""
         if self.folder is None:
             return
         ignored = shutil.ignore_patterns("__pycache__", "definition_reference.py")
@@ -96,7 +97,7 @@ class ScriptTarget:
 
 def _unwritten_text(x: Tensor) -> str:
     """Returns Python source that makes memory for an output: full of NaN, of integers of
-    the largest one, of bools of True."""
+    the largest one, of bools of True. `x`: not complex."""
     value = "torch.nan"
     if not x.is_floating_point():
         value = "True" if x.dtype == torch.bool else f"torch.iinfo({x.dtype}).max"

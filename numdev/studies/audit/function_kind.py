@@ -97,7 +97,8 @@ def inputs_not_judged(inputs: Sequence[InputRecord]) -> Iterator[str]:
 
 def _too_little(record: InputRecord) -> str:
     """Returns an input with the reason why it is not judged: `x (leaving it out changes
-    nothing)`."""
+    nothing)`, `x (moves output by 0.100×; needed: 1×)`, or with the record's own
+    reason."""
     if record.moved is None or (record.reason and not record.moved):
         return f"{record.input} ({record.reason})"
     if not record.moved:
@@ -165,7 +166,8 @@ def power_blocks(report: FunctionReport) -> Iterator[doc.Node]:
 
 def _power_line(kernel: WrongKernelRecord) -> list[Cell]:
     """Returns a row of the table: the wrong kernel, and whether it passes the tolerance
-    and the rules; for one that is not counted the reason, and a dash."""
+    and the rules, each `passes`, `fails` or `not judged`; for one that is not counted the
+    reason, and a dash."""
     if kernel.tolerance is None or kernel.rules is None:
         return [Cell(kernel.words), Cell(kernel.reason or "–"), Cell("–")]
     caught = {Outcome.PASSED: "passes", Outcome.EXCEEDED: "fails"}
@@ -175,10 +177,12 @@ def _power_line(kernel: WrongKernelRecord) -> list[Cell]:
 
 def remarks(rows: Sequence[DeviationRow]) -> Iterator[str]:
     """Yields sentences on each tensor in each format, from rows that are `ok`. One says
-    that the reference errs by more than its operations explain. One says that a tensor
-    differs harmlessly in layout. One says that inputs moved by half an ulp move it by
-    more than SENSITIVE times what rounding explains. One says that other data move it by
-    less than NARROW times that. Nothing where none of these holds."""
+    that the reference errs by more than its operations explain. One says that the steps
+    of PyTorch's kernels err by more than FORMULA_IS_CLOSER times what its formula does.
+    One says that a tensor differs harmlessly in layout. One says that inputs moved by
+    half an ulp move it by more than SENSITIVE times what rounding explains. One says that
+    other data move it by less than NARROW times that. Nothing where none of these
+    holds."""
     ok = [row for row in rows if row.status == "ok"]
     of_reference = [row for row in ok if row.role == "baseline"]
     yield from _of_reference(of_reference)
@@ -207,8 +211,9 @@ def remarks(rows: Sequence[DeviationRow]) -> Iterator[str]:
 def _of_reference(rows: Sequence[DeviationRow]) -> Iterator[str]:
     """Yields a sentence for each format and cause on the tensors in which the reference
     errs by more than MOSTLY_EXPLAINED times what its operations explain, with the largest
-    error of any call; tensors without a cause share one. Nothing where it errs by at most
-    that. `rows`: those of the reference as PyTorch runs it."""
+    error of any call; tensors without a cause share one. Tensors for which it is no
+    yardstick have a sentence of their own. Nothing where it errs by at most that. `rows`:
+    those of the reference as PyTorch runs it."""
     of_tensors = grouped(rows, lambda row: (row.format, row.tensor)).values()
     worst = [max(each, key=_own_ratio) for each in of_tensors]
     far = [row for row in worst if _own_ratio(row) > MOSTLY_EXPLAINED]
@@ -268,8 +273,9 @@ def _own_ratio(row: DeviationRow) -> float:
 def passing(report: FunctionReport, passed: Sequence[Test]) -> Statement:
     """Returns the statement on a function that passed in a format. It is `as exact as the
     format allows` where no row errs by more than SOUND times the floor, else `as the
-    reference`, each with the largest error; without an error in floats `the reference's
-    integers` or `as the reference`. `passed`: its tests in that format, at least one."""
+    reference`, each with the largest error. It is `as the reference` alone where no row
+    has an error over the floor. Without an error in floats it is `the reference's
+    integers`, or `as the reference`. `passed`: its tests in that format, at least one."""
     name, fmt = passed[0].kernel, passed[0].format
     of_function = (r for r in report.rows if r.role == "kernel" and r.kernel == name)
     rows = [r for r in of_function if r.format == fmt]

@@ -59,8 +59,9 @@ def power_of(
 ) -> FormatPower:
     """Returns which wrong kernels pass on a call's outputs: by the tolerance (rtol,
     atol), which every output of every draw must keep, and by the rules. A kernel that
-    returns the bits of the reference is not wrong on these inputs, and gets a reason
-    instead. Gradients are not compared. Raises what the reference raises."""
+    returns numbers equal to the reference's is not wrong on these inputs, and gets a
+    reason instead; so does one that raises. Gradients are not compared. Raises what the
+    reference raises."""
     forward = dataclasses.replace(
         call, draws=[dataclasses.replace(draw, backward=False) for draw in call.draws]
     )
@@ -82,8 +83,8 @@ def _judged(
     rules: Rules,
 ) -> WrongKernelRecord:
     """Returns the outcomes of tolerance and rules for one wrong kernel. In place of both
-    it has a reason, where the kernel raises on a draw or returns the bits of the right
-    one on all."""
+    it has a reason, where the kernel raises on a draw, or returns numbers equal to the
+    reference's on all."""
     pairs = list(zip(call.draws, call.others, strict=False))
     outputs = [kernel.outputs(draw, others) for draw, others in pairs]
     returned = [x for x in outputs if x is not None]
@@ -120,8 +121,8 @@ def _outcome(
     returned: list[Values], call: FunctionCall, words: str, fmt: str, rules: Rules
 ) -> Outcome:
     """Returns the outcome of the rules for a wrong kernel's outputs, one of each draw:
-    EXCEEDED where a test is, else the worst outcome, NOT_JUDGED without a test. No cause
-    is looked for, so that the rule on other functions finds nothing."""
+    EXCEEDED where a test is, else the worst outcome, NOT_JUDGED where no test has an
+    outcome. No cause is looked for, so that the rule on other functions finds nothing."""
     runs = [FunctionRun(outputs=values) for values in returned]
     outcomes = [test.outcome for test in tests_of_runs(runs, call, words, fmt, rules)]
     judged = [outcome for outcome in outcomes if outcome is not None]

@@ -105,10 +105,11 @@ def write_reproducer(
 ) -> Path:
     """Writes reproduce.py and tensors.safetensors for a finding on a function into a
     folder of `directory`/reproducers, and returns the path of the script. `target`:
-    `FILE.py:name` or `module:name`. The call is made smaller first, which runs the
-    function many times. Raises NumdevError where the fault does not show again, where a
-    script cannot import the function or spell its arguments, and where a file cannot be
-    written."""
+    `FILE.py:name` or `module:name`. A call in which the function did not raise is made
+    smaller first, which runs the function many times. Raises NumdevError where the fault
+    does not show again, where a script cannot import the function or spell its arguments,
+    and where a folder cannot be made. Raises what reading the function's file, writing
+    the tensors, or the reference raises."""
     script = part.script
     module, name, folder = (
         _import_of(target) if script is None else (script.file.name, script.name, None)
@@ -159,8 +160,10 @@ def _dtypes(tensors: Mapping[str, Tensor]) -> set[torch.dtype]:
 
 def _import_of(target: str) -> tuple[str, str, str | None]:
     """Returns the module, name and folder by which a script imports a function; the
-    folder is None for a module without a file. Raises UsageError for a function inside
-    another, for one without a name, and for a file that does not exist."""
+    folder is None for a module that is not found, and for a package without a file of its
+    own. Raises UsageError for a function inside another, for one without a name, and for
+    a file that does not exist or that no module's name can stand for. Raises
+    ModuleNotFoundError where a package that a dotted name begins with is not found."""
     module, _, name = importable_path(target).partition(":")
     if not name or "<" in name:
         what = f"a script cannot import {target}"
@@ -206,10 +209,11 @@ def _call_of(
 def _smaller(
     call: FunctionCall, part: FormatPart, rules: Rules, finding: Finding
 ) -> FailingCall:
-    """Returns the smallest form of a call, reached within SECONDS by halving sizes, in
-    which the finding's tensor fails in the same figure as in the whole call. A closer
-    look is taken at the last of these alone; where it does not fail then, at the one
-    before. Raises MeasurementError where it does not fail in the whole call."""
+    """Returns the smallest form of a call, reached by halving sizes for SECONDS, in which
+    the same tensor fails in the same figure as in the whole call: the finding's, or the
+    first that fails. A closer look is taken at the last of these alone; where it does not
+    fail then, at the one before. The whole call where no smaller one fails. Raises
+    MeasurementError where it does not fail in the whole call."""
     whole = best = _failing(call, part, rules, finding.tensor)
     if whole is None or best is None:
         raise MeasurementError("the failure does not show where its call runs alone")
@@ -303,9 +307,9 @@ def _shows(failing: FailingCall) -> bool:
 
 def _observed(failing: FailingCall, tensor: str, figure: str) -> tuple[float, float]:
     """Returns a figure of the function's tensor, and the largest figure of sound code.
-    Sound code is the reference as PyTorch runs it and its rounded runs; the figure counts
+    Sound code is the reference as PyTorch runs it and its rounded runs; its figure counts
     at least as 1, for a single element as LEAST_ELEMENT, for slope and shift as OF_U.
-    Both are 0 for a tensor of another form."""
+    Both figures are 0 for a tensor of another form."""
     judge, x = failing.judged(tensor)
     if x is None:
         return 0.0, 0.0
@@ -317,9 +321,10 @@ def _observed(failing: FailingCall, tensor: str, figure: str) -> tuple[float, fl
 def figure_of(figure: str, x: Tensor, judge: Judge) -> float:
     """Returns a figure of a tensor x, its draws stacked, as the script computes it.
     `figure`: a key of FIGURES, but not `form` or `raises`. `mismatches` and `nonfinite`
-    are counts of elements; `slope` and `shift` are in unit roundoffs, the others in
-    multiples of what is explained. All but the counts leave out elements that are not
-    finite in x or in the exact result."""
+    are counts of elements; `slope` and `shift` are in unit roundoffs, without their sign,
+    the others in multiples of what is explained. All but the counts leave out the errors
+    of elements that are not finite in x or in the exact result. x has at least one
+    element."""
     if figure == "mismatches":
         return float((x != judge.truth).sum())
     if figure == "nonfinite":
@@ -364,10 +369,11 @@ def _allowed(judge: Judge) -> tuple[Tensor, Tensor]:
 
 
 def _facts_of_figure(failing: FailingCall, tensor: str, figure: str) -> dict[str, object]:
-    """Returns the numbers that a script prints and compares its figure with, by name. The
-    limit is the geometric mean of the function's figure and sound code's; of a count it
-    is one element. For the figure `form` there are the expected shape, dtype and device
-    alone."""
+    """Returns what a script prints and compares its figure with, by name: the expected
+    shape, dtype and device, the function's figure and sound code's, the limit, and the
+    unit roundoff. The limit is the geometric mean of the two figures; of a count it is
+    one element. For the figure `form` there are, besides shape, dtype and device, the
+    facts of `_facts_of_form` in place of numbers."""
     form = failing.call.forms[tensor]
     unit = failing.call.judges[tensor].format.unit_roundoff
     facts: dict[str, object] = {
@@ -385,7 +391,7 @@ def _facts_of_form(failing: FailingCall, tensor: str) -> dict[str, object]:
     """Returns what a script looks at where the first run is of another form than the
     reference's: names of what is returned, inputs that are written into, that whose
     memory is returned, outputs that let no gradient back, and whether the tensor is to be
-    contiguous. What is as the reference's is left out."""
+    contiguous. What is as the reference's is empty, None or left out."""
     ran, like = failing.runs[0], failing.call.draws[0].plain
     may_be_written = {*like.written, *like.buffers}
     names = list(like.outputs)
@@ -506,7 +512,9 @@ def _stored_exact(failing: FailingCall, tensor: str) -> dict[str, Tensor]:
 
 def _written(folder: Path, text: str, tensors: Mapping[str, Tensor]) -> Path:
     """Writes a script and its tensors into a folder, which is made, and returns the path
-    of the script; older files are replaced. Raises MeasurementError where that fails."""
+    of the script; older files are replaced. Raises MeasurementError where the folder
+    cannot be made or the script not be written, and SafetensorError where the tensors
+    cannot be."""
     from safetensors.torch import save_file
 
     script = folder / "reproduce.py"

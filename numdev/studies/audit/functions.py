@@ -162,11 +162,13 @@ class FunctionTensors:
 
 
 def planned(asked: Asked, draws: int = 1) -> FunctionPlan:
-    """Returns the calls of all seeds, each drawn `draws` times. With `asked.again` each
-    call is followed by a second one, named `... again`, on other data of the same shapes.
-    These are the data of the next seed; where it has none of these shapes, or the same
-    values, the first call's elements in another order. Arguments that are all 0 or all 1
-    are redrawn in them (`asked.redraws`). Raises what making the arguments raises."""
+    """Returns the calls of all seeds, each drawn `draws` times (at least 1). With
+    `asked.again` each call is followed by a second one, named `... again`, on other data
+    of the same shapes. These are the data of the next seed; where it has none of these
+    shapes, or the same values, the first call's elements in another order. Arguments that
+    are all 0 or all 1 in the first draw of the second call are redrawn in it
+    (`asked.redraws`). Raises what making the arguments raises, and IndexError where a
+    later draw has fewer calls than the first."""
     calls: list[tuple[str, list[Draw], list[Arguments]]] = []
     dull: dict[str, None] = {}
     for seed in asked.seeds:
@@ -212,14 +214,15 @@ def _call_name(asked: Asked, seed: int, index: int, count: int) -> str:
 
 def _data(asked: Asked, seed: int) -> list[Arguments]:
     """Returns the arguments of all calls for a seed, rounded to the asked format (None:
-    as they come) and on the asked device."""
+    as they come) and on the asked device. Raises what `asked.make` raises, and UsageError
+    where an argument cannot be rounded to the format."""
     return [prepared(x, asked.format, asked.device) for x in asked.make(seed)]
 
 
 def is_few(runs: Runs, plan: FunctionPlan) -> bool:
     """Whether a real floating-point output of the first run has fewer than FEW numbers,
     so that a call must be drawn several times. False where that run failed, or for inputs
-    of more than LARGEST_FOR_DRAWS numbers."""
+    of more than LARGEST_FOR_DRAWS numbers. `runs`: at least one."""
     first = runs[0]
     numbers = sum(x.numel() for x in plan.draws[0].arguments.leaves().values())
     if isinstance(first, Failure) or numbers > LARGEST_FOR_DRAWS:
@@ -232,11 +235,12 @@ def run_all(
     function: Callable[..., object], draws: Sequence[Draw], *, backward: bool
 ) -> list[FunctionRun | Failure]:
     """Returns the results of the function on every draw, in order, run one after another
-    in this process; a Failure with the reason where it raises an exception. A module is
-    copied once for all runs, and one run may change the state for the next; arguments are
-    copied for each run. Before each run memory of the sizes of its inputs and of the last
-    results is filled with NaN (integers: with 1), which an output that the function does
-    not write then shows."""
+    in this process; a Failure with the reason where it raises an exception, SystemExit
+    included. KeyboardInterrupt passes. A module is copied once for all runs, and one run
+    may change the state for the next; arguments are copied for each run. Before each run
+    memory of the sizes of its inputs and of the last results is filled with NaN
+    (integers: with 1), which an output that the function does not write then shows.
+    Raises what copying a module raises."""
     runs: list[FunctionRun | Failure] = []
     function = private(function)
     for drawn in draws:
@@ -258,7 +262,8 @@ def served(work: Work) -> list[Answer]:
     reason in words. Called in a process of its own; imports the function in the
     surroundings of `work`. Where a module is built and there is no draw, the only answer
     is the shapes of its parameters and buffers by name, as JSON. Raises UsageError for a
-    target that cannot be imported, or makes no module."""
+    target that cannot be imported, or makes no module; RuntimeError for a state that does
+    not fit the module."""
     around = work.surroundings
     function = (
         import_callable(work.target, "function")
@@ -366,7 +371,7 @@ class PreparedFunction:
     @cached_property
     def baseline(self) -> FunctionTensors:
         """Returns the tensors of the reference, as PyTorch runs it in the format, as
-        rows."""
+        rows; integers and bools in float64."""
         judges = self.call.judges
         return self.as_output({name: in_rows(x.plain) for name, x in judges.items()})
 
@@ -452,11 +457,11 @@ def rows_of(
     run: RunAll,
 ) -> Iterator[DeviationRow]:
     """Yields the rows of one call: of inputs moved by half an ulp, of the floor, of the
-    reference as PyTorch runs it, and of the function. Where the reference raises, all are
-    rows with a reason and no numbers; where one of the function's runs failed, the
-    function's row is. `runs`: the function's, one for each draw; `earlier`: the exact
-    results of the call before, by name; `run`: runs the function again, in search of a
-    cause."""
+    reference as PyTorch runs it, and of the function. Where the reference raises, each of
+    these four has a single row with a reason and no numbers. Where one of the function's
+    runs failed, the function alone has such a row. `runs`: the function's, one for each
+    draw; `earlier`: the exact results of the call before, by name; `run`: runs the
+    function again, in search of a cause."""
 
     def task(role: Role, name: str) -> Task:
         """Returns the task of a role, whose kernel has this name."""
@@ -517,8 +522,8 @@ def _measured(
 
 
 def _in_one_line(error: Exception) -> str:
-    """Returns an exception in one line: numdev's own as its message, any other with its
-    class."""
+    """Returns an exception in words: numdev's own as its message and hint, any other in
+    one line with its class."""
     return str(error) if isinstance(error, NumdevError) else one_line(error)
 
 
@@ -529,10 +534,12 @@ def _named(
     earlier: Values,
     run: RunAll,
 ) -> Iterator[DeviationRow]:
-    """Yields the rows of a function. A row that is far off gets the cause, another
-    function that explains its error: sought in the run `ran` of the first draw, else in a
-    new run on its inputs in float32. Where the search was not finished, `nulls` says why.
-    Other rows are yielded as they are."""
+    """Yields the rows of a function, in order. A row that is far off gets `errs_in`,
+    where a pattern is seen, and as `suspicion` its cause: another function that explains
+    its error. That is sought in the run `ran` of the first draw. Else it is sought in a
+    new run on its inputs in float32, unless the first search took too long or ended its
+    process. Where the first search was not finished and the second names none, `nulls`
+    says why. Other rows are yielded as they are."""
     rows = [_with_place(row, call, ran) for row in rows]
     far = [row.tensor for row in rows if _is_far_off(row)]
     causes, why = _causes(call.draws[0], ran, far, earlier)
@@ -716,8 +723,8 @@ class FormatPart:
 
     @property
     def format(self) -> Format:
-        """Returns the format that was asked for, else that of the first floating-point
-        argument; float32 where there is none."""
+        """Returns the format that was asked for, else that of the first real
+        floating-point argument whose dtype has one; float32 where there is none."""
         return self.asked.format or format_of_inputs(self.plan.draws[0].arguments)
 
 
@@ -729,11 +736,11 @@ def judge_function_runs(
     tolerance: tuple[float, float] | None = None,
 ) -> tuple[FunctionReport, Judgement]:
     """Returns the report of a function that was run in each format, and its judgement
-    under the rules. Computes the reference of every call. Runs the function once more, on
-    float32 inputs, where a large error has no cause in its own run. `parts`: at least
-    one, of one function; `request`: for the report; `tolerance`: (rtol, atol), of which
-    the report then says which wrong kernels it passes on the first call of each
-    format."""
+    under the rules. Computes the reference of every call. Runs the function again, on
+    float32 inputs, for each call with a large error that has no cause in its own run.
+    `parts`: at least one, of one function; `request`: for the report; `tolerance`: (rtol,
+    atol), of which the report then says which wrong kernels it passes on the first call
+    of each format, unless the reference raises there."""
     watch = Stopwatch(system.device)
     rows: list[DeviationRow] = []
     records: dict[str, FunctionCallRecord] = {}
@@ -824,8 +831,8 @@ def _of_numbers(call: FunctionCall, names: Sequence[str]) -> list[Influence]:
 def calls_of_part(part: FormatPart) -> Iterator[tuple[FunctionCall, Runs]]:
     """Yields each call with its reference, and the function's runs in order of its draws:
     a Failure in place of one that failed. Where the reference returns float64 of narrower
-    inputs and the first run does not, the call is judged in the dtypes that this run
-    returned (`FunctionCall.as_returned`)."""
+    inputs, and the first run float32 or the first argument's dtype, the call is judged in
+    the dtypes that this run returned (`FunctionCall.as_returned`)."""
     by_call: dict[int, list[FunctionRun | Failure]] = {}
     for draw, ran in zip(part.plan.draws, part.runs, strict=True):
         by_call.setdefault(draw.call, []).append(ran)
@@ -909,8 +916,8 @@ def _record(call: FunctionCall, fmt: Format) -> FunctionCallRecord:
 
 
 def _plan_record(parts: Sequence[FormatPart]) -> PlanRecord:
-    """Returns the plan for the report: all roles, the formats and the calls. `parts`: at
-    least one."""
+    """Returns the plan for the report: all roles, the formats, and the calls of the first
+    part. `parts`: at least one."""
     asked = parts[0].asked
     roles = [*ROLES, ("kernel", asked.name)]
     return PlanRecord(
@@ -923,8 +930,8 @@ def _plan_record(parts: Sequence[FormatPart]) -> PlanRecord:
 
 
 def _doubts(plan: FunctionPlan) -> Iterator[str]:
-    """Yields a sentence that names the arguments that are all 0 or all 1 in the first
-    calls, so that code that leaves them out would pass there; nothing without such
+    """Yields a sentence that names the arguments of `plan.redrawn`, all 0 or all 1 in the
+    inputs, so that code that leaves them out would pass there; nothing without such
     arguments."""
     if plan.redrawn:
         names = ", ".join(plan.redrawn)

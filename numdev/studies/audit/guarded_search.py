@@ -36,7 +36,9 @@ GIVEN_UP = "the search"  # what begins so took too long, or ended its process
 def guarded(search: Search, device: str) -> tuple[Named, str | None]:
     """Returns what a search names, and None; or an empty mapping, and in words why: the
     search raised, it ended its process, or it took longer than LIMIT_S seconds. `device`:
-    where it computes, `cpu` or `cuda`."""
+    where it computes, `cpu` or `cuda`. Where no fork is possible, as on `cuda`, it runs
+    in this process without that limit, and KeyboardInterrupt and SystemExit are
+    raised."""
 
     def plain() -> object:
         """Returns what the search names as plain data."""
@@ -54,7 +56,8 @@ def guarded(search: Search, device: str) -> tuple[Named, str | None]:
 def guarded_data(search: Callable[[], object], device: str) -> tuple[object, str | None]:
     """Returns what a search returns, and None; or None, and in words why it failed, as
     `guarded`. `search`: returns plain data that JSON has. After a fork tuples come back
-    as lists."""
+    as lists. Where no fork is possible it runs in this process without a time limit, and
+    KeyboardInterrupt and SystemExit are raised."""
     is_forked = device == "cpu" and sys.platform == "linux"
     if is_forked and not torch.cuda.is_initialized():
         return _in_a_fork(search)
@@ -76,7 +79,7 @@ def _data_or_reason(search: Callable[[], object]) -> tuple[object, str | None]:
 def _in_a_fork(search: Callable[[], object]) -> tuple[object, str | None]:
     """Runs a search in a forked process. Returns its result, as JSON gives it back, and
     None; or None, and why there is none, after LIMIT_S seconds at the latest. The process
-    is ended in any case."""
+    is ended in any case. Raises OSError where none can be forked."""
     answer, write = os.pipe()
     with warnings.catch_warnings():
         # Of other threads, which the fork does not need

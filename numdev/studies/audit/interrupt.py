@@ -14,7 +14,8 @@ from types import FrameType
 def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[object]:
     """Runs the block with SIGINT handled by `handler`. Gives the handler that was set
     before, and sets it again at the end. In a thread other than the main one it changes
-    nothing and gives None."""
+    nothing and gives None. Raises TypeError at the end where the handler before was not
+    set by Python."""
     if threading.current_thread() is not threading.main_thread():
         yield None
         return
@@ -30,7 +31,8 @@ def noticing() -> Iterator[Callable[[], bool]]:
     """Gives a function that says whether SIGINT came since the block began. That tells
     the user's Ctrl-C from a KeyboardInterrupt that foreign code raised. The handler that
     was set before is still called, and an ignored signal stays ignored. The function
-    always says False in other threads, and where SIGINT has no handler of Python."""
+    always says False in other threads, and where SIGINT has the system's handler or none
+    of Python."""
     before = signal.getsignal(signal.SIGINT)
     came = threading.Event()
     # It ends the process, or is not Python's
@@ -49,8 +51,10 @@ def noticing() -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """Runs a block that must be done whole. A first SIGINT during the block raises
-    KeyboardInterrupt at its end; a second one raises it at once."""
+    """Runs a block that must be done whole. A first SIGINT during the block calls the
+    handler that was set before, at the block's end, and raises KeyboardInterrupt there; a
+    second one does so at once. An exception that leaves the block takes the place of a
+    first SIGINT's. In a thread other than the main one it changes nothing."""
     came = False
 
     def remember(number: int, frame: object) -> None:

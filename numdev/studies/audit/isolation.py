@@ -216,12 +216,12 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
         gradients: bool = False,
         times: int = 1,
     ) -> None:
-        """Begins to run a kernel `times` times, one after another, while this process
-        goes on. As many later calls with the same arguments take the results. Does
-        nothing where these runs have begun already and exactly `times` results are left
-        to take. Otherwise, as any other call does, waits for the run that goes on, and
-        drops results that are left. Raises MeasurementError where the worker could not be
-        started, and OSError where no process can be."""
+        """Begins to run a kernel `times` times (at least once), one after another, while
+        this process goes on. As many later calls with the same arguments take the
+        results. Does nothing where these runs have begun already and exactly `times`
+        results are left to take. Otherwise, as any other call does, waits for the run
+        that goes on, and drops results that are left. Raises MeasurementError where the
+        worker could not be started, and OSError where no process can be."""
         call = IsolatedRun(
             kernel.name, case, dict(options), gradients, contextlib.nullcontext
         )
@@ -340,7 +340,8 @@ class Worker:
             raise MeasurementError(f"an isolated process cannot be started: {reason}")
 
     def is_spoiled(self) -> bool:
-        """Whether the process has ended, or has sent something that no task asked for."""
+        """Whether the process has ended, has closed its end of the socket, or has sent
+        something that no task asked for."""
         return self.process.poll() is not None or not self.channel.is_clean()
 
     def answer(
@@ -348,8 +349,8 @@ class Worker:
     ) -> Output | Failure:
         """Returns the worker's answer to a task, on the case's device. `name`: the
         kernel's; `task`: as `packed` returns it. Returns a Failure where the kernel gave
-        no output, the worker ended, it took longer than `limit_s` seconds, or the answer
-        is unusable."""
+        no output, the worker ended, sending or the answer took longer than `limit_s`
+        seconds, or the answer is unusable."""
         self.kernels.add(name)
         self.channel.forget()
         token = secrets.token_bytes(TOKEN_BYTES)
@@ -398,7 +399,8 @@ class Worker:
 
 def serve(descriptor: int) -> None:
     """Runs one task after another, in the worker, until numdev closes the socket; then
-    ends the process. `descriptor`: the socket's. Does not return."""
+    ends the process. `descriptor`: the socket's. Does not return. Raises OSError where
+    the connection breaks."""
     end = socket.socket(fileno=descriptor)
     with contextlib.suppress(OSError):  # Linux: when memory runs out, take this process
         Path("/proc/self/oom_score_adj").write_text("1000")
@@ -453,7 +455,7 @@ def unpacked(sent: bytes | bytearray) -> Any:
 @contextlib.contextmanager
 def threads(count: int) -> Iterator[None]:
     """Runs the block with PyTorch on `count` threads of the CPU; sets the former number
-    again at the end."""
+    again at the end. Raises RuntimeError for a `count` below 1."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

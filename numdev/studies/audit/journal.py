@@ -82,8 +82,8 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         """Returns the journal in `directory`, which is made; started or continued. None:
         a new one in memory. With `overwrite`, and where another request's run measured
         nothing, earlier results in it are removed. Raises UsageError where the directory
-        cannot be written to or has other files in it; unless `overwrite` also for a
-        damaged journal, and for that of another request."""
+        cannot be written to, or has files in it and no journal; unless `overwrite` also
+        for a damaged journal, and for that of another request."""
         journal = cls(directory, header)
         if directory is None:
             return journal
@@ -101,7 +101,8 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
 
     @property
     def finished(self) -> int:
-        """Returns how many tasks are finished, those of earlier runs included."""
+        """Returns how many tasks are finished, those of earlier runs included. The record
+        of a case counts as one."""
         return len(self._done)
 
     def visit(self, key: str) -> bool:
@@ -114,7 +115,8 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         """Records a finished task: its rows, by the kind of row (`row`, `worst`, `case`).
         Writes them to disk where the journal has a directory. Returns whether the task is
         new. For a task that is recorded already (seeds of one case share a record) the
-        first rows stay."""
+        first rows stay. With a directory it raises ValueError for NaN and infinity in a
+        row, and OSError where it cannot be written."""
         if self.visit(key):
             return False
         self._done[key] = {kind: list(some) for kind, some in rows.items()}
@@ -146,8 +148,9 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
     def _open_file(self, directory: Path, *, overwrite: bool) -> None:
         """Opens the journal's file for appending: emptied and with a new header, or
         continued after its last whole line. Removes earlier results where it begins anew.
-        Raises UsageError for other files in the directory, a damaged journal, and one of
-        another request."""
+        Raises UsageError for other files in a directory without a journal, and, unless
+        `overwrite`, for a damaged journal and one of another request. Raises OSError
+        where a file cannot be opened."""
         path = directory / JOURNAL
         *lines, torn = path.read_bytes().split(b"\n") if path.exists() else [b""]
         first = [*lines, torn][0]
@@ -184,7 +187,8 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
 
     def _read_lines(self, lines: Iterable[bytes]) -> dict[str, object]:
         """Takes over the tasks of a file's whole lines, and returns the header of the
-        first. Raises UsageError for a line that was changed, moved or removed."""
+        first. Raises UsageError for a line that was changed or moved, or that stands
+        behind one that was removed."""
         header: dict[str, object] = {}
         for number, line in enumerate(lines, 1):
             body, _, end = line.rpartition(DIGEST)
@@ -210,7 +214,8 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
 
     def _write_line(self, line: Mapping[str, object]) -> None:
         """Appends one line, with the digest of all lines up to it, and flushes the file.
-        Raises ValueError for NaN and infinity."""
+        Raises ValueError for NaN and infinity, and OSError where the file cannot be
+        written."""
         assert self._file is not None
         text = json.dumps(line, separators=(",", ":"), allow_nan=False, default=AS_DATA)
         body = text.removesuffix("}").encode()

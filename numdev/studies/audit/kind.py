@@ -70,7 +70,8 @@ def summarised(report: AuditReport) -> AuditReport:
 
 def sweep_summarised(report: SweepReport) -> SweepReport:
     """Returns the report with cells, figures and sentences computed from its rows;
-    without rows it is returned as it is."""
+    without rows it is returned as it is. Raises MeasurementError where rows, plan and
+    request contradict each other."""
     if not report.rows:
         return report
     # It needs pandas, as no other report does

@@ -100,8 +100,9 @@ class Failing:
     @cached_property
     def severity(self) -> float:
         """Returns the largest error of a head, as a multiple of its limit; 0 where no
-        tensor is wrong. Where nothing is predicted, half of the ratio to plain
-        attention's error counts. Cached until the rows are replaced."""
+        tensor is wrong, or the log-sum-exp alone is. Where nothing is predicted, half of
+        the ratio to plain attention's error counts. Cached until the rows are
+        replaced."""
         sizes = [0.0]
         for row in self.rows:
             if row.tensor in self.wrong and row.status == "ok":
@@ -207,8 +208,8 @@ class Failing:
         """Returns the mistakes that explain gradients and the log-sum-exp, by tensor and
         head. They are sought in a part of the call: up to two sequences and the first
         SEARCHED queries and keys of the kv head that errs most, with the next kv head
-        where heads are grouped. Empty where the kernel fails on that part. `hints`: as of
-        `_causes_of_output`."""
+        where heads are grouped. Empty where none explains these, and where the kernel
+        fails on that part. `hints`: as of `_causes_of_output`."""
         case, wrong = self.bench.case, [r for r in self.rows if r.tensor in self.wrong]
         worst = max(wrong, key=lambda row: row.floor_ratio or 0.0)
         kv = (worst.head or 0) // (1 if worst.tensor in KV_TENSORS else case.group)
@@ -235,9 +236,10 @@ class Failing:
 
     def imprecise(self, hints: tuple[Loss, ...] | None = None) -> tuple[Loss, ...]:
         """Writes into rows without a cause, in place, which step is too coarse, where one
-        explains the head's error. Returns these steps. `hints`: steps of other calls, the
-        only ones that are tried; None: all known ones are. Returns () where only some
-        rows or heads are measured, where a tensor is missing or in another dtype than the
+        explains the head's error. Returns the steps that explain a head's error, each
+        once, those of heads with a cause too. `hints`: steps of other calls, the only
+        ones that are tried; None: all known ones are. Returns () where only some rows or
+        heads are measured, where a tensor is missing or in another dtype than the
         inputs', and where nothing but the log-sum-exp is wrong."""
         bench, select = self.bench, self.bench.selection
         names = ("out", *(n for n in GRADIENTS if n in bench.yardsticks))
@@ -267,7 +269,8 @@ class Failing:
         return {r.claim for r in self.rows if r.claim and r.claim.startswith(INFERRED)}
 
     def say(self, named: Named) -> None:
-        """Writes mistakes into the rows, in place. `named`: by tensor and head."""
+        """Writes mistakes into the rows, in place. `named`: by tensor and head; a row
+        without a head counts as head 0."""
         for at, row in enumerate(self.rows):
             if by := named.get((row.tensor, row.head or 0)):
                 self.rows[at] = row.model_copy(update=by.fields)
@@ -302,8 +305,8 @@ class Failing:
 
     @property
     def unnamed_formats(self) -> dict[str, Format]:
-        """Returns the format of each tensor that came back, by name, without tensors of
-        which a row names a mistake."""
+        """Returns the format of each tensor that came back and has a yardstick (not the
+        log-sum-exp), by name, without tensors of which a row names a mistake."""
         named = {row.tensor for row in self.rows if row.suspicion}
         formats = self.bench.formats_of(self.output)
         return {tensor: fmt for tensor, fmt in formats.items() if tensor not in named}
@@ -312,7 +315,8 @@ class Failing:
     def likes(self) -> Mapping[str, Likeness]:
         """Returns by tensor the known way of rounding that explains the call, without
         tensors of which a row names a mistake. Empty where no way does, and where no
-        tensor is beyond its limits by rounding. Cached for the same tensors."""
+        tensor of the bench's `by_row` is beyond its limits by rounding. Cached for the
+        same tensors."""
         formats, wrong = self.unnamed_formats, beyond(self.rows, narrow=False)
         if set(wrong).isdisjoint(self.bench.by_row):
             return {}
@@ -340,8 +344,9 @@ class Failing:
 
     def is_only_a_way(self) -> bool:
         """Whether a known way of rounding explains all wrong tensors and nearly all of
-        their errors, so that there is no mistake to look for. Where it does, the call's
-        rows are replaced by those measured against that way."""
+        their errors, and the call is within its limits when it is held to that way, so
+        that there is no mistake to look for. Where all this holds, the call's rows are
+        replaced by those measured against that way."""
         return self._held_if_only(self.likes, self.wrong)
 
     def _held_if_only(
@@ -391,7 +396,8 @@ NOTHING = 0.005
 
 
 def _float32_or_wider(case: AttentionCase) -> Format:
-    """Returns float32, or the case's format where that has more significant bits."""
+    """Returns float32, or the case's format where that has at least as many significant
+    bits."""
     return max(case.format, FORMATS["float32"], key=lambda fmt: fmt.precision)
 
 
@@ -593,8 +599,9 @@ def _errs_in_gradients_alone(call: Failing) -> bool:
 
 def _may_be_rounding(call: Failing) -> bool:
     """Whether a known way of rounding may explain what is wrong: a row of a wrong tensor
-    has no cause, no row of the output names a mistake, and no tensor beyond its limits
-    errs more than FAR times as much as plain attention."""
+    has no cause, no row of the output names a mistake, and a tensor is beyond its limits
+    on rounding, none of them with errors of more than FAR times plain attention's. Sums
+    in 16 bits and the log-sum-exp do not count as beyond."""
     # A wrong log-sum-exp or gradient says nothing about how the others are rounded.
     if not call.unnamed or any(row.suspicion for row in call.rows if row.tensor == "out"):
         return False

@@ -69,7 +69,7 @@ class MeasuredPart(Protocol):
 
     def drawn_rows(self, tensor: str) -> Tensor | None:
         """Returns the positions in the call of the rows that were drawn, int64, without
-        those that stood out; None where all rows are measured."""
+        those that stood out; None where nothing of the call is a sample."""
 
     def bins(self, tensor: str) -> Tensor | None:
         """Returns which measured rows are in which bin of positions, [rows, bins] of 0
@@ -180,7 +180,8 @@ class PreparedCall(Protocol):
 
     def outside_sample(self, output: Any) -> Mapping[str, Sequence[Outside]]:
         """Returns, by tensor and for every unit in order, what is not finite in rows that
-        are not measured. Empty where all rows are measured, or all numbers are finite."""
+        are not measured, or why that is unknown. Empty where all rows are measured, or
+        all numbers are finite, those of the inputs too."""
 
     def annotate(
         self,
@@ -203,7 +204,8 @@ class Operation(Protocol[Call]):
 
     def screened(self, call: Call, output: Any) -> Call:
         """Returns the call, with more rows measured where they are a sample: those in
-        which the output looks worst."""
+        which the output looks worst. Where these cannot be told, it is the same call with
+        a reason in `unscreened`."""
 
     def explained(
         self,

@@ -96,8 +96,9 @@ class Plan:
         unregistered: Mapping[str, Kernel] | None = None,
     ) -> Plan:
         """Returns the plan of an audit or a sweep. `unregistered`: kernels by name that
-        come before those of the registry; None: none. Raises UsageError for an unknown
-        kernel, option or format, and for a format that no kernel could run in."""
+        come before those of the registry, in an audit alone; None: none. Raises
+        UsageError for an unknown kernel, option or format, and for a format that no
+        kernel could run in."""
         same = ["backward", "rows", "repeats"]
         if isinstance(request, SweepRequest):
             kernels = plan_kernels((*request.kernels, request.baseline))
@@ -203,9 +204,9 @@ def plan_kernels(
 ) -> list[Planned]:
     """Returns the standard three (ALWAYS) and the kernels under audit, in the order they
     run, each with the same options once. A standard one that is chosen runs a second time
-    as a kernel with `under_audit`; else it does not. `unregistered`: kernels by name that
-    come before the registry's; None: none. Raises UsageError for a kernel or an option
-    that does not exist."""
+    as a kernel with `under_audit`; else it does not, whatever its options.
+    `unregistered`: kernels by name that come before the registry's; None: none. Raises
+    UsageError for a kernel or an option that does not exist."""
     planned = [Planned(role=role, kernel=find(name), options={}) for role, name in ALWAYS]
     for choice in choices:
         kernel = (unregistered or {}).get(choice.name) or find(choice.name)
@@ -232,8 +233,8 @@ def plan_controls(*, gradients: bool) -> list[Planned]:
 def plan_formats(names: Iterable[str], kernels: Sequence[Planned]) -> list[Format]:
     """Returns the formats by name, in order, each once; empty for no names. A format with
     the values of a torch dtype becomes that dtype's (`e8m7`: bfloat16). Raises UsageError
-    for an unknown name, an 8-bit format, and one without a dtype where no kernel takes
-    such."""
+    for an unknown name, for a format whose torch dtype has 8 bits or fewer, and for one
+    without a dtype where no kernel under audit takes such."""
     any_format = any(p.kernel.any_format for p in kernels if p.role == "kernel")
     formats: dict[Format, None] = {}
     for name in names:
@@ -264,13 +265,13 @@ def digest(data: object) -> str:
 
 
 def recorded(options: Mapping[str, object]) -> dict[str, object]:
-    """Returns options as a report can have them, by name. A value that JSON does not have
-    (a dtype, a function, NaN, infinity) becomes its qualified name, or its `repr` where
-    it has none."""
+    """Returns options as a report can have them, by name. None, bools, integers, text and
+    finite floats stay. Any other value (a dtype, a function, a list, NaN) becomes its
+    qualified name, or its `repr` where it has none."""
 
     def plain(value: object) -> object:
-        """Returns a value as it is where JSON has it, else its qualified name or
-        `repr`."""
+        """Returns None, a bool, an integer, text or a finite float as it is; of any other
+        value its qualified name or `repr`."""
         if value is None or isinstance(value, bool | int | str):
             return value
         if isinstance(value, float) and math.isfinite(value):

@@ -111,8 +111,9 @@ class Selection:
         )
 
     def in_format(self, fmt: Format) -> AttentionCase:
-        """Returns the case rounded to a format; the case itself where it is in that
-        format. Returns the same object until another format is asked for."""
+        """Returns the case rounded to a format; the case itself where it is stored in
+        that format and needs no gradient. Returns the same object until another format is
+        asked for."""
         if fmt.name not in self.rounded:
             self.rounded.clear()
             self.rounded[fmt.name] = self.case.rounded_to(fmt)
@@ -130,7 +131,8 @@ class Selection:
 
     def row_indices(self, tensor: str) -> Tensor | None:
         """Returns the positions, in the call, of the measured rows of a tensor, int64 on
-        the call's device; None where all are measured. Rows of dk and dv are keys."""
+        the call's device. Rows of dk and dv are keys. None where no query rows are
+        sampled; where they are, those of keys may be all."""
         return self.keys if tensor in KV_TENSORS else self.queries
 
     def length_of(self, tensor: str) -> int:
@@ -149,8 +151,8 @@ class Selection:
 
     def drawn_rows(self, tensor: str) -> Tensor | None:
         """Returns the positions in the call of the rows of `tensor` that were drawn,
-        int64, without those measured only because they stood out; None where all rows are
-        measured."""
+        int64, without those measured only because they stood out. None where no query
+        rows are sampled; where they are, those of keys may be all."""
         rows, of = self.row_indices(tensor), self.sampled_from(tensor)
         return rows[of.drawn] if rows is not None and isinstance(of, Strata) else rows
 
@@ -192,7 +194,8 @@ class Selection:
         """Returns the fp64 reference of the measured heads and rows of a case of this
         call's shape, with gradients where these are measured; and the reference's
         log-sum-exp. The latter is of all queries where dk and dv of sampled keys need it,
-        else of the measured queries."""
+        else of the measured queries. Raises UsageError where no head is measured, and for
+        gradients of a case without grad_out."""
         restricted = self.restricted(case)
         reference = gradients(restricted) if self.gradients else attend(restricted)
         if self.keys is None or not isinstance(reference, Gradients):
@@ -205,7 +208,8 @@ class Selection:
 
     def whole(self, case: AttentionCase) -> Reference:
         """Returns the fp64 forward reference of the measured heads of a case of this
-        call's shape, in all queries. Its term scale is empty. Cached by format."""
+        call's shape, in all queries. Its term scale is empty. Cached by the case's format
+        alone."""
         if (name := case.format.name) not in self.wholes:
             whole = attend(self.restricted(case, all_rows=True))
             self.wholes[name] = dataclasses.replace(whole, term_scale=whole.out[..., :0])
@@ -215,8 +219,9 @@ class Selection:
         self, case: AttentionCase, *, gradients: bool = False
     ) -> Output | Failure:
         """Returns the output of plain attention of a case of this call's shape; where
-        queries are sampled, of these alone and without dk and dv. A Failure with its
-        reason where it cannot run. `gradients`: with those of one training step."""
+        queries are sampled, of these and the measured heads alone, and without dk and dv.
+        A Failure with its reason where it cannot run. `gradients`: with those of one
+        training step."""
         whole = case if self.queries is None else self.restricted(case)
         output = attempt(find("baseline"), whole, {}, gradients=gradients)
         if self.queries is None or isinstance(output, Failure):
@@ -331,10 +336,10 @@ class Bench:
     def format_of(self, x: Tensor) -> Format:
         """Returns the format that a kernel's tensor counts as: its dtype's, or the case's
         working format in two cases. One is that it came in the dtype that stores the
-        working format. The other is that it came in a wider dtype and all its numbers are
-        of the working format; NaN counts as such. (What a kernel computes in a wider
-        format it must then return in a wider dtype.) Raises UsageError for a dtype of no
-        format."""
+        working format. The other is that PyTorch has a dtype of the working format, the
+        tensor came in a wider one, and all its numbers are of the working format; NaN
+        counts as such. (What a kernel computes in a wider format it must then return in a
+        wider dtype.) Raises UsageError for a dtype of no format."""
         case, narrow, wide = self.case, self.dtype, format_of(x.dtype)
         if x.dtype != narrow and case.working is None and wide.contains(case.format):
             same = x.to(narrow).to(x.dtype) == x
@@ -370,7 +375,8 @@ class Bench:
         """Returns by tensor, for every head in order, how many elements are not finite in
         rows that are not measured, without query rows that see no key; or why that is
         unknown, as where inputs are not finite. Empty where all rows are measured, or the
-        inputs and the output are finite."""
+        inputs and the output are finite. Raises UsageError for a tensor in a dtype of no
+        format."""
         select = self.selection
         if select.queries is None:
             return {}
@@ -398,9 +404,11 @@ class Bench:
         measured: Tensor,
     ) -> None:
         """Adds what only attention knows to the heads' metrics `units` of a kernel's
-        tensor, in place: `empty_nonfinite`, a suspicion, `narrow_sum`, and in `nulls`
-        what the kernel returned in place of the log-sum-exp. `measured`: the tensor's
-        measured heads and rows; `deviation`: its metrics."""
+        tensor, in place: `empty_nonfinite`, a suspicion where the watch says `searching`,
+        `narrow_sum`, and in `nulls` what the kernel returned in place of the log-sum-exp.
+        Elements of dq that are not finite in rows that see no key are added to
+        `nonfinite`. `measured`: the tensor's measured heads and rows; `deviation`: its
+        metrics."""
         if tensor == "out":
             if any(unit["empty_rows"] for unit in units):
                 self._count_in_empty_rows(units, measured)
@@ -531,11 +539,11 @@ class Bench:
         self, claim: Mapping[str, object], *, forward: bool = False
     ) -> Mapping[str, Tensor]:
         """Returns by name, in float32, what the emulation with these options returns for
-        the measured heads and rows; with `forward` the output alone. Cached by options.
-        It computes in fp32, at a fraction of the reference's cost, which agrees in rms to
-        0.1 %. For sampled keys the forward pass is the exact one. Raises UsageError for
-        options that contradict each other, and Refused where the call cannot be
-        emulated."""
+        the measured heads and rows; the output alone with `forward`, and where no
+        gradients are measured. Cached by options. It computes in fp32, at a fraction of
+        the reference's cost, which agrees in rms to 0.1 %. For sampled keys the forward
+        pass is the exact one. Raises UsageError for options that contradict each other,
+        and Refused where the call cannot be emulated."""
         key = f"{forward} {sorted(claim.items())!r}"
         if key not in self.predictions:
             with self.watch("predictions"):

@@ -76,9 +76,11 @@ def reproduce(
 ) -> list[Path]:
     """Writes a reproducer for the first `count` findings that have a place and are no
     notes, one for each kernel, tensor and rule, into folders of `directory`/reproducers.
-    Returns the paths of the scripts. Each call is reduced for `seconds`. A finding that
-    cannot be reproduced or written gets no script. `say` gets a message for each script,
-    and for each finding without one."""
+    Returns the paths of the scripts. Each call is reduced for `seconds` at most. A
+    finding that cannot be reproduced or written gets no script, nor does one whose call
+    the source does not give. `say` gets a message for each script, for each finding that
+    failed, and one on those beyond `count`. Raises what the source raises, but for
+    RuntimeError."""
     scripts: list[Path] = []
     wanted: dict[tuple[str, str | None, str], Finding] = {}
     for finding in findings:  # one script for a fault that shows in several formats
@@ -215,7 +217,8 @@ def observed_at_limit(
 
 
 def _metric_size(row: DeviationRow, metric: str) -> float:
-    """Returns the absolute value of a row's metric; 0 where it is no number."""
+    """Returns the absolute value of a row's metric; 0 where it is no number. Raises
+    AttributeError for the name of no metric."""
     value = value_of(row, metric)[0]
     return abs(value) if isinstance(value, int | float) else 0.0
 

@@ -179,8 +179,8 @@ def _describe_measurement(
 
 def rendered(template: str, facts: Mapping[str, object]) -> str:
     """Returns the text of a script. `template`: a file of `data/reproducer`, by its name
-    without `.py.j2`. Raises jinja2.UndefinedError where `facts` lacks one that the
-    template needs."""
+    without `.py.j2`; jinja2.TemplateNotFound is raised for any other. Raises
+    jinja2.UndefinedError where `facts` lacks one that the template needs."""
     blocks: Any = {
         "trim_blocks": True,
         "lstrip_blocks": True,
@@ -197,9 +197,9 @@ def rendered(template: str, facts: Mapping[str, object]) -> str:
 
 
 def literal(value: object) -> str:
-    """Returns a value as Python source: numbers (NaN and infinity as `float("nan")`),
-    text, None, dtypes, and lists and tuples of these. Raises UsageError for another type,
-    a mapping too. A tuple must not be empty."""
+    """Returns a value as Python source: bools, integers, floats (NaN and infinity as
+    `float("nan")`), text, None, dtypes, and lists and tuples of these. Raises UsageError
+    for another type, as a mapping or a complex number. A tuple must not be empty."""
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
     if isinstance(value, tuple | list):
@@ -219,9 +219,10 @@ def literal_mapping(values: Mapping[str, object]) -> str:
 def _spell_call(
     kernel: Kernel, options: Mapping[str, object], case: AttentionCase, tensor: str
 ) -> Call:
-    """Returns the case as the kernel was called with it (its mask explicit), and facts by
-    which the template spells the call. Raises UsageError for an option that has no
-    spelling, and for a function that no script can import."""
+    """Returns the case as the kernel was called with it (its positions as a mask, where
+    the kernel gets them so), and facts by which the template spells the call. Raises
+    UsageError for an option that has no spelling, and for a function that no script can
+    import."""
     name = kernel.name
     if name in BACKENDS and tensor != "lse":  # the public function returns no log-sum-exp
         forced, positions = backend_of(name), case.window or case.causal_offset
@@ -261,7 +262,7 @@ def _spell_function(
     """Returns the case as a function of q, k and v was called with it, and facts by which
     the template spells the call: the other arguments by their names. `path`:
     `module:name`. The function itself is not called. Raises UsageError for a function
-    that no script can import."""
+    that no script can import, and for an argument that has no spelling."""
     module, _, name = path.partition(":")
     if not name:  # no module has it under its name
         what = f"a script of its own cannot import {path}"
@@ -318,9 +319,9 @@ def _spell_visibility(case: AttentionCase) -> str:
 
 
 def name_of(function: Callable[..., object]) -> str:
-    """Returns `module:name` of a function that its module has under that name; else its
-    own name alone, which no script can import. An object without a name has that of its
-    type."""
+    """Returns `module:name` of a function that its module, if not `__main__`, has under
+    that name; else its own name alone, which no script can import. An object without a
+    name has that of its type."""
     module = getattr(function, "__module__", None) or ""
     name = getattr(function, "__qualname__", type(function).__name__)
     if getattr(sys.modules.get(module), name, None) is function and module != "__main__":

@@ -35,8 +35,9 @@ FUSED = {"cuda": ("sdpa-efficient", "sdpa-flash"), "cpu": ()}
 
 def screened(bench: Bench, output: Output) -> Bench:
     """Returns the bench with more rows measured: beside the sampled query rows and keys,
-    SUSPECTS of each, those in which the output differs most from a second computation of
-    the call. Where that fails, the same bench with the reason in `unscreened`."""
+    up to SUSPECTS of each, those in which the output differs most from a second
+    computation of the call. Keys are added where not all are measured and the output has
+    dk. Where that fails, the same bench with the reason in `unscreened`."""
     select, strata, places = bench.selection, dict[str, Strata](), dict[str, Any]()
     try:
         with bench.watch("reference"):
@@ -63,8 +64,8 @@ def suspicion(
     """Returns how far each row of the whole call is from the second output, fp32 [rows].
     The distance is relative to the row's size and the head's median size, and a multiple
     of the head's median of that; of the tensors, heads and sequences the largest counts.
-    0 where the second output is not finite and in rows that see no key; infinite where
-    the first one alone is not finite. `beside`: the second output; `tensors`: their
+    0 where the second output is not finite and in rows that see no key; infinite, or NaN,
+    where the first one alone is not finite. `beside`: the second output; `tensors`: their
     names, of which at least one besides lse must be in `output`."""
     select, most = bench.selection, []
     for tensor in (n for n in tensors if n != "lse" and getattr(output, n) is not None):

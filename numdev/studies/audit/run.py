@@ -60,11 +60,11 @@ def audit(
     **how: Any,
 ) -> records.AuditReport:
     """Runs `request`, journalling into `directory` (None: in memory). Returns the report,
-    judged by `rules` (None: the default ones); the caller writes it. `opened`: the
-    function that makes the source; `unregistered`: kernels by name that come before the
-    registry's; `how`: further arguments of `run_plan`. Raises UsageError, before anything
-    is measured, for a request that cannot be run here; MeasurementError where the rules
-    were made for another system, and where a sound request could not be carried out."""
+    judged by `rules` (None: the default ones); the caller writes it. `opened` makes the
+    source; `unregistered`: kernels by name that come before the registry's; `how`:
+    further arguments of `run_plan`. Raises UsageError, before anything is measured, for a
+    request that cannot be run here, and where no call is selected; MeasurementError where
+    rules were made for another system, or a sound request cannot be carried out."""
     system = System.probe(request.device)
     watch = Stopwatch(system.device)
     plan, rules = Plan.of(request, system, unregistered), rules or default_rules()
@@ -179,11 +179,11 @@ def run_plan(
 ) -> Results:
     """Measures a source, and returns the results. An interrupted run continues where
     `asked` and all else that decides its numbers is the same. `directory`: of the
-    journal; None: in memory. `workers`: None: this process measures. `save_cases`: a new
-    directory for cases. `progress` gets the present work, the number of finished tasks,
-    and their total; `say` messages that the report does not have; `tell` the rows of each
-    task while others are to come. `runner`: None: that of `running`. Raises UsageError
-    for no call and a directory that cannot be used, and as source and workers."""
+    journal; None: in memory. `workers`: None: this process measures. `overwrite`: earlier
+    results are replaced. `save_cases`: a new directory. `progress` gets the present work,
+    and the counts of finished and all tasks; `say` messages that the report lacks; `tell`
+    the rows of each task while others are to come. `runner`: None: that of `running`.
+    Raises UsageError for no call and an unusable directory, and as source and workers."""
     notes = tuple(source.notes)
     for note in notes:
         say(note)
@@ -234,10 +234,11 @@ def run_source(
     tell: Tell | None = None,
 ) -> list[CaseRef]:
     """Measures every case of a source through every kernel, by `run` or on `workers`,
-    into the journal. A case of which all tasks are finished is not loaded. `save` writes
-    cases as they are visited. `tell` gets the rows of each task but the last, and none
-    that workers finish after the last case was sent. Returns the cases that came, in
-    order. Raises what the source raises, and with `workers` what a worker raised."""
+    into the journal. A case of which all tasks and its record are finished is not loaded,
+    unless there is `save`, which writes cases as they are visited. `tell` gets the rows
+    of each task but the last, and none that workers finish after the last case was sent.
+    Returns the cases that came, in order. Raises what the source and measuring raise, and
+    with `workers` what a worker raised."""
     calls: list[CaseRef] = []
     each = len(plan.formats) * len(plan.kernels)
     visited, total = 0, source.count() * each
@@ -317,9 +318,9 @@ def reproducers(
 ) -> list[Path]:
     """Writes scripts for the first findings of a report, and returns their paths. Removes
     the folder of an earlier run's scripts first. `opened`: a sweep's source and plan;
-    None: the source of an audit is opened again. `runner`: what runs kernels; `say` gets
-    messages; `how`: further arguments of `reproduce`. Empty without findings, and where
-    the request wants no scripts."""
+    None: the source of an audit is opened again, which may raise UsageError. `runner`:
+    what runs kernels; `say` gets messages; `how`: further arguments of `reproduce`. Empty
+    without findings, and where the request wants no scripts."""
     # Of an earlier run of this request
     shutil.rmtree(directory / FOLDER, ignore_errors=True)
     if not (report.findings and request.reproducers):

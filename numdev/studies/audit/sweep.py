@@ -51,13 +51,13 @@ MOST_WORK = 2.0**29
 
 
 def estimate(planned: SweepPlan, run: Runner) -> str:
-    """Returns in a sentence how long a sweep takes here. The smallest, the middle and the
-    largest case are measured once with all kernels and formats; the time of the others
-    lies between by their work. On a CPU no case of more work than MOST_WORK is measured;
-    larger ones are taken to need time in proportion. Where even the smallest case has
-    more, the sentence says that the time is not known. The measurements are dropped, and
-    workers are not counted. `run`: what runs kernels. Raises what drawing a case
-    raises."""
+    """Returns in a sentence how long a sweep takes here. Of the first seed's cases the
+    smallest, the middle and the largest are measured once with all kernels and formats;
+    the time of the others lies between by their work. On a CPU no case of more work than
+    MOST_WORK is among these; larger ones are taken to need time in proportion. Where even
+    the smallest case has more, the sentence says that the time is not known. The
+    measurements are dropped, and workers are not counted. `run`: what runs kernels.
+    Raises what drawing a case raises."""
     request, source, plan = planned.request, planned.source, planned.plan
     every = [x for x in source.cases if isinstance(x, Drawn)]
     first = [drawn for drawn in every if drawn.seed == request.seeds[0]]

@@ -49,8 +49,8 @@ def _validated_request(report: SweepReport) -> SweepRequest:
 
 def grid_of(report: SweepReport) -> Grid:
     """Returns the grid of a sweep. Raises MeasurementError for a row of a case that the
-    request does not have, for a request of another command, and for an axis or metric
-    that the grid does not have."""
+    request does not have, for a request of another command, for an axis or metric that
+    the grid does not have, and for a grid of a single cell."""
     request = _validated_request(report)
     grid = Grid(request, [(p.kernel, p.options) for p in report.plan.kernels])
     requested = {case.name for case in request.cases}
@@ -68,8 +68,9 @@ def grid_of(report: SweepReport) -> Grid:
 
 def baseline_of(request: SweepRequest, plan: PlanRecord) -> PlannedKernel:
     """Returns the planned kernel that ratios are relative to: the first of the plan with
-    the baseline's name, and with its options or without options. Raises MeasurementError
-    where the plan has no such kernel."""
+    the baseline's name, and with at least its options or without options. Of a name with
+    `:` the part behind it alone counts. Raises MeasurementError where the plan has no
+    such kernel."""
     name, options = request.baseline.name, request.baseline.options.items()
     for kernel in plan.kernels:
         same = kernel.kernel.rpartition(":")[2] == name.rpartition(":")[2]

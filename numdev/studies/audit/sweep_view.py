@@ -114,7 +114,8 @@ def _table_node(
     table: CellTable, report: SweepReport, title: str, metric: str
 ) -> doc.Table:
     """Returns the table as a node. Ratios to the floor are shaded; a cell is red where a
-    rule refuses the call; where the kernel did not run it has the status in words."""
+    rule refuses the call; where the kernel did not run it has the status in words.
+    `table`: of at least one cell."""
     failed, columns = FailedNumbers(report), table.ordered
     several = len({fmt for _, fmt in columns}) > 1
     status = _reasons(report)
@@ -139,8 +140,9 @@ def _cell(
     status: Mapping[tuple[str, str, str], DeviationRow],
 ) -> Cell:
     """Returns the node of a cell: its mean, with the interval and the rules that refuse
-    it as tooltip. Where the kernel did not run it is the status, with the reason as
-    tooltip; a dash where neither is known. `status`: as of `_reasons`."""
+    it as tooltip. Without a mean it is the status of the row in which the kernel did not
+    run, with the reason as tooltip; a dash where there is no such row. `status`: as of
+    `_reasons`."""
     key = label(cell), cell.format, cell.case
     if cell.mean is None:
         row = status.get(key)

@@ -135,7 +135,9 @@ def _ratio_cells(
 ) -> list[Cell]:
     """Returns four cells with errors of a kernel, or of a part of it (a gradient, a
     phase): the median and the worst over the floor, the worst over the expected one, and
-    the median over the baseline's. A number that a rule refuses has the style `bad`."""
+    the median over the baseline's. Each has the style of its number by the rules: `bad`
+    where one refuses it; `good` where one passes it and none refuses it, but not of a
+    phase; else none."""
     tensor, phase = "out", None
     if isinstance(part, PartSummary):
         tensor, phase = part.tensor, part.phase
@@ -181,8 +183,9 @@ def _format_blocks(
 
 
 def _ranking_line(k: KernelSummary, failed: FailedNumbers) -> list[Cell]:
-    """Returns a kernel's line of the ranking. Where the kernel returns NaN or infinity
-    every number is `NaN`, since its other elements do not describe it."""
+    """Returns a kernel's line of the ranking. Where elements of its output are NaN or
+    infinite unlike the exact result, every number is `NaN`, since its other elements do
+    not describe it."""
     errors = Cell(si(k.mean_abs)), Cell(_max_error_text(k))
     numbers = [*_ratio_cells(k, k, failed), *errors]
     if k.nonfinite:
@@ -261,11 +264,11 @@ Group = tuple[str, str, str]  # kernel with its options, format and tensor
 
 
 def maps(report: AuditReport, failed: FailedNumbers | None = None) -> Iterator[doc.Table]:
-    """Yields for each kernel, format and tensor a heat map, layer by unit, of the error
-    over the expected one; over the floor, where one of its heads has no expected error.
-    Of several calls it has the largest error. The kernel that is farthest off comes
-    first. `failed`: numbers that a rule refuses, which are `bad`; None: there are
-    none."""
+    """Yields for each kernel under audit, format and tensor a heat map, layer by unit, of
+    the error over the expected one; over the floor, where one of its heads has no
+    expected error. Tensors without an error over the floor have none. Of several calls of
+    a layer it has the largest error. The kernel that is farthest off comes first.
+    `failed`: numbers that a rule refuses, which are `bad`; None: there are none."""
     places = Places(report.rows, report.words)
     groups = defaultdict[Group, dict[tuple[str, int | None], DeviationRow]](dict)
     for row in report.rows:
@@ -339,8 +342,9 @@ def _head_cell(
 
 
 def by_layer(report: AuditReport) -> Iterator[doc.Node]:
-    """Yields figures of the output's error over the floor, layer by layer, the median
-    over heads, one for each format; nothing for fewer than three layers."""
+    """Yields one block of figures of the output's error over the floor, of kernels under
+    audit and the baseline, layer by layer, the median over heads, a figure for each
+    format. Nothing for fewer than three layers."""
     rows = [
         row
         for row in report.rows
@@ -473,8 +477,9 @@ def spread(profiles: Sequence[ProfileRow]) -> Iterator[doc.Node]:
 
 
 def _peak_remarks(figure: Figure) -> Iterator[Item]:
-    """Yields for each kernel of a figure where it first errs at least twice what is
-    predicted, and where most; nothing for a kernel that never does."""
+    """Yields for each kernel under audit of a figure where it first errs at least twice
+    what is predicted, and where most; nothing for a kernel that never does, and for a
+    figure of errors without a prediction."""
     for curve in figure.curves:
         over = [point for point in curve.points if point.mean >= 2]
         if over and figure.relative and curve.role == "kernel":
@@ -488,8 +493,9 @@ def _peak_remarks(figure: Figure) -> Iterator[Item]:
 
 
 def _errors_by_bin(row: ProfileRow, relative: bool) -> Sequence[float | None]:
-    """Returns the error of each bin of a profile; with `relative` over what is predicted.
-    None for a bin without an error, and where the prediction is missing or 0."""
+    """Returns the error of each bin of a profile, None for a bin without one. With
+    `relative` it is over what is predicted, and None too where the prediction is missing
+    or 0."""
     if not relative:
         return row.errors
     predicted = row.predicted or [None] * len(row.errors)
@@ -516,7 +522,8 @@ def _worst_row_blocks(
 
 def _explanation_blocks(explanations: Sequence[Explanation]) -> Iterator[doc.Node]:
     """Yields the table of which roundings make each kernel's errors, and a paragraph on
-    what the rounding sites in it are."""
+    what the rounding sites in it are. Without explanations the table is empty, and there
+    is no paragraph."""
     yield doc.text_table(
         ("kernel", "", "makes the errors of", "residual", "next", "of its squared error"),
         map(_explanation_line, explanations),

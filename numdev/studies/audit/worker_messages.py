@@ -100,15 +100,15 @@ class Channel:
 
     def read(self, size: int, deadline: float) -> bytearray:
         """Returns the next `size` bytes. Raises Ended where the process ends before they
-        came, and Late after the deadline (of `time.monotonic`)."""
+        came, and Late where they have not come by the deadline (of `time.monotonic`)."""
         message = bytearray(size)
         self.fill(memoryview(message), deadline)
         return message
 
     def fill(self, missing: memoryview, deadline: float) -> None:
         """Fills all of the memory `missing` with the next bytes. Raises Ended where the
-        process ends before they came, and Late after the deadline (of
-        `time.monotonic`)."""
+        process ends before they came, and Late where they have not come by the deadline
+        (of `time.monotonic`)."""
         while missing:
             try:
                 count = self.socket.recv_into(missing)
@@ -122,8 +122,8 @@ class Channel:
             missing = missing[count:]
 
     def last_line(self) -> str:
-        """Returns the last line that the process wrote to stderr, stripped; empty where
-        it wrote nothing since `forget`."""
+        """Returns the last line that the process wrote to stderr, stripped, of a long one
+        the end; empty where it wrote no text since `forget`."""
         self._drain_stderr()
         lines = self.tail.decode(errors="replace").strip().splitlines()
         return lines[-1].strip() if lines else ""
@@ -184,7 +184,7 @@ def failed_answer(status: Literal["skipped", "failed"], reason: str) -> list[Par
 def output_answer(output: Output) -> list[Part]:
     """Returns the parts that are sent after the token for a kernel's output: the header,
     then the bytes of each tensor. Raises ValueError for a header of more than MAX_HEADER
-    bytes."""
+    bytes, and TypeError for a tensor without elements."""
     tensors = {name: x for name, x in vars(output).items() if isinstance(x, Tensor)}
     layouts = {
         name: {"dtype": str(x.dtype), "shape": list(x.shape), "stride": list(x.stride())}
@@ -210,8 +210,9 @@ def read_answer(
 ) -> Output | tuple[Literal["skipped", "failed"], str]:
     """Returns the output that a worker sent for a case, on the CPU; or a status
     (`skipped`, `failed`) and its reason. `token`: what the answer must begin and end
-    with. Raises ValueError, KeyError or TypeError for any other bytes, Ended where the
-    process ends before, and Late after the deadline (of `time.monotonic`)."""
+    with. Raises Ended where the process ends before, and Late where the answer is not
+    whole by the deadline (of `time.monotonic`). Any other bytes may raise any exception,
+    as ValueError, KeyError or TypeError."""
     _expect_token(channel, token, deadline)
     answer = _read_answer_body(channel, case, deadline)
     _expect_token(channel, token, deadline)
@@ -229,8 +230,9 @@ def _read_answer_body(
     channel: Channel, case: AttentionCase, deadline: float
 ) -> Output | tuple[Literal["skipped", "failed"], str]:
     """Returns what an answer has between its tokens: an output of the case, on the CPU,
-    or a status and its reason. Raises ValueError, KeyError or TypeError for what is
-    neither, Ended where the process ends before, and Late after the deadline."""
+    or a status and its reason. Raises Ended where the process ends before, and Late after
+    the deadline. What is neither may raise any exception, as ValueError, KeyError or
+    TypeError."""
     (length,) = LENGTH.unpack(channel.read(LENGTH.size, deadline))
     if length > MAX_HEADER:
         raise ValueError(f"header: expected at most {MAX_HEADER} bytes, got {length}")
@@ -277,8 +279,8 @@ def _read_tensor(
 ) -> Tensor:
     """Returns the next tensor, with the strides of `layout`; contiguous where these span
     more than MAX_GAP times its size. Raises ValueError where its shape is not `shape`,
-    and for strides that are negative or not as many; KeyError for an unknown dtype; Ended
-    and Late as `Channel.fill`."""
+    and for strides that are negative or not as many; KeyError for an unknown dtype;
+    TypeError for a layout of another form; Ended and Late as `Channel.fill`."""
     dtype, stride = DTYPES[layout["dtype"]], layout["stride"]
     if tuple(layout["shape"]) != shape:
         raise ValueError(f"{name}: expected shape {list(shape)}, got {layout['shape']}")
@@ -299,7 +301,8 @@ def _read_tensor(
 
 def read_task(end: socket.socket) -> bytearray:
     """Returns the bytes of the next task; waits for them without a limit. Raises EOFError
-    where numdev has closed the socket, and for a length beyond MAX_TASK."""
+    where numdev has closed the socket, and for a length beyond MAX_TASK; OSError where
+    the connection breaks."""
     (length,) = LENGTH.unpack(_read_exactly(end, LENGTH.size))
     if length > MAX_TASK:
         raise EOFError
@@ -308,7 +311,7 @@ def read_task(end: socket.socket) -> bytearray:
 
 def _read_exactly(end: socket.socket, size: int) -> bytearray:
     """Returns the next `size` bytes; waits for them without a limit. Raises EOFError
-    where the socket is closed before."""
+    where the socket is closed before, and OSError where the connection breaks."""
     message = bytearray(size)
     missing = memoryview(message)
     while missing:

@@ -61,7 +61,8 @@ class WorkerProcess:
 
     def end(self) -> None:
         """Ends the process and all that it started; waits for that, up to END_S seconds,
-        then kills it. What it has sent can still be read. To be called once."""
+        then kills it and waits up to twice as long. What it has sent can still be read.
+        To be called once."""
         os.close(self.lifeline)
         try:
             self.process.wait(timeout=END_S)

@@ -25,8 +25,9 @@ TICK_S = 1.0
 
 def main() -> None:
     """Starts the worker in a new process, waits until the worker or numdev ends, kills
-    all that the worker started, and ends as the worker did. sys.argv[1] is JSON: numdev's
-    process id, the worker's socket, the lifeline, and sys.path."""
+    all that the worker started, and ends as the worker did, or with exit code 0 where
+    numdev ended first. sys.argv[1] is JSON: numdev's process id, the worker's socket, the
+    lifeline, and sys.path."""
     numdev, pipe, lifeline, sys.path[:] = json.loads(sys.argv[1])
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     woken, wake = os.pipe()
@@ -85,7 +86,8 @@ def end_of(worker: int, numdev: int, lifeline: int, woken: int) -> int:
 
 def end_children() -> None:
     """Kills every child process, and those that a killed child leaves to this process,
-    until none is left."""
+    until none is left. Where the system has no /proc it kills none, and waits for their
+    end. A child that may not be killed is waited for too."""
     with contextlib.suppress(ChildProcessError):
         while True:
             for child in children():
