@@ -201,7 +201,7 @@ class FunctionCall:
         """Returns the form of each tensor in the first draw that has numbers, by name:
         outputs, then arguments written into (not with `outputs_only`, where there is an
         output), then gradients. Raises what the reference raises, and MeasurementError
-        where it returns no numbers and writes none."""
+        where none of these outputs and written arguments has numbers."""
         forms = {name: x for name, x in self.all_forms.items() if math.prod(x.shape)}
         if not any(name not in self.draws[0].plain.gradients for name in forms):
             empty = ", ".join(f"{n} {list(x.shape)}" for n, x in self.all_forms.items())
@@ -226,7 +226,8 @@ class FunctionCall:
     @cached_property
     def judges(self) -> dict[str, Judge]:
         """Returns what each tensor is judged by, by name. Raises what the reference
-        raises on the call's own arguments, Unsupported for what has no exact result, and
+        raises on the call's own arguments, Unsupported for what has no exact result,
+        MeasurementError where no output and no written argument has numbers, and
         UsageError for a dtype of no format."""
         truths = [draw.truth for draw in self.draws]
         moved = [
@@ -278,8 +279,9 @@ class FunctionCall:
         self, name: str, truth: Tensor, errors: Errors | None
     ) -> float | None:
         """Returns how many times larger the rms error of a tensor is in the run that
-        rounds to nearest than in one by the formula's own operations; None for integers
-        and where PyTorch's kernels compute by the formula."""
+        rounds to nearest than in one by the formula's own operations, at most LARGEST.
+        None for integers, where PyTorch's kernels compute by the formula, and where the
+        run by the formula lacks the tensor."""
         runs = [draw.by_formula for draw in self.draws]
         by_formula = _distance(name, truth, [x for x in runs if x is not None], errors)
         if by_formula is None or errors is None:
