@@ -54,9 +54,9 @@ def kernel_steps(
 
 
 def why_kernels_err(names: Iterable[str]) -> str:
-    """Returns in a clause why the steps of kernels err more than formulas do: what WHY
-    says of its words that are in a name of these operators, each once, joined by `; `.
-    Empty where none is."""
+    """Returns why the steps of kernels err more than formulas do: the clauses of WHY
+    whose word is part of one of these operators' names, each once, joined by `; `. Empty
+    where none is."""
     names = list(names)
     clauses = (why for word, why in WHY.items() if any(word in name for name in names))
     return "; ".join(clauses)

@@ -272,10 +272,10 @@ def causes_of(
     function explains an output of which it leaves at most a tenth of the rms error.
     Outputs that none explains are left out, and so are those that `Search` leaves out.
     `outputs`: an implementation's, with names of the reference's; `earlier`: the exact
-    results of a call before, which may be empty. Runs the reference many times; after
-    SECONDS of CPU it begins no other run. Raises MeasurementError where nothing explains
-    any output and these seconds were over, or some functions could not be computed; and
-    what the reference raises on the call's own arguments."""
+    results of a call before, which may be empty. Runs the reference many times, fewer for
+    large inputs; after SECONDS of CPU it begins no other run. Raises MeasurementError
+    where nothing explains any output and these seconds were over, or some functions could
+    not be computed; and what the reference raises on the call's own arguments."""
     search = Search(reference, outputs)
     for other in simplest_references(reference):
         if not search.is_late:

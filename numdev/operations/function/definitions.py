@@ -427,9 +427,10 @@ def workloads_of(path: Path, definition: Definition) -> list[Workload]:
 
 def _workload(line: bytes, path: Path, definition: Definition) -> Workload:
     """Returns the workload of a line in the file `path`, which stands there as it is or
-    under the key `workload`. Raises ValueError for what is no JSON or no workload;
+    under the key `workload`. Raises ValueError for what is no JSON or no workload. Raises
     UsageError for axes that are not the definition's variable ones, sizes below 1, inputs
-    that the definition lacks, and those that are not as it says."""
+    that the definition lacks or that are not as it says, and tensors that cannot be
+    read."""
     data = from_json(line)
     form = _WorkloadForm.model_validate(
         data.get("workload") or data if isinstance(data, dict) else data

@@ -53,8 +53,9 @@ def influences_of(call: FunctionCall, names: Sequence[str] = ()) -> Iterator[Inf
     alone; empty: of all. An empty input, and memory for an output, are left out. Where
     inputs are large only the first are tried (LEAST_TRIED at least), and the others'
     `moved` is None. For an input that has no other numbers `moved` is None, or 0 where it
-    is all 0 or all 1. `why` says why `moved` is None. Raises what the reference raises on
-    the call's own arguments."""
+    is all 0 or all 1; it is None too where the reference raises for the other numbers.
+    `why` says why `moved` is None. Where the reference runs with other numbers, raises
+    what it raises on the call's own arguments."""
     inputs = call.draws[0].inputs
     size = sum(x.numel() for x in inputs.values())
     tries = max(LEAST_TRIED, WORK // max(size, 1))
@@ -80,10 +81,10 @@ def influences_of_numbers(
 ) -> Iterator[Influence]:
     """Yields the influence of each number that the reference computes with (an eps, a
     bound), tenfold where it may be an eps, else doubled. Its name has both: `eps 1e-06 as
-    1e-05`. `names`: of these names alone; empty: of all. Numbers above LARGEST_NUMBER,
-    which stand for infinity, are left out; nothing where inputs have more than
-    LARGEST_INPUTS numbers. Raises what the reference raises on the call's own
-    arguments."""
+    1e-05`. `names`: of these names alone; empty: of all. Numbers whose size is above
+    LARGEST_NUMBER, which stand for infinity, are left out; nothing where inputs have more
+    than LARGEST_INPUTS numbers, or the exact run of the reference raises. Raises what its
+    rounded runs raise."""
     if sum(x.numel() for x in call.draws[0].inputs.values()) > LARGEST_INPUTS:
         return
     by_draw = [list(numbers_of(draw)) for draw in call.draws]

@@ -40,13 +40,13 @@ def calls_of(
     which gets the seed and returns the arguments of one call (a tensor, a tuple or a
     mapping), or those of several calls in a list of tuples; or the path of a safetensors
     file of named arguments, which are the same single call for every seed; None: one call
-    of normal float32 numbers in `shapes` (`x=256x1024,w=1024`), whose names must be
-    parameters of `function`. A file's names are not checked. Positional arguments get the
-    names of the parameters of `function`. Raises UsageError for a source and shapes
-    together, another path, a file that cannot be read, and without a source for wrong or
-    no shapes. The function that is returned raises UsageError for a function of inputs
-    that raises, needs several arguments or returns no arguments, and for shapes beyond
-    memory."""
+    of normal numbers, in PyTorch's default dtype, in `shapes` (`x=256x1024,w=1024`),
+    whose names must be parameters of `function`. A file's names are not checked.
+    Positional arguments get the names of the parameters of `function`. Raises UsageError
+    for a source and shapes together, another path, a file that cannot be read, and
+    without a source for wrong or no shapes. The function that is returned raises
+    UsageError for a function of inputs that raises, needs several arguments or returns no
+    arguments, and for shapes beyond memory."""
     if source is not None and shapes:
         raise UsageError(
             "inputs: expected a function, a file or shapes, got two of these"
@@ -104,9 +104,8 @@ def parameters_of(
 
 def parsed_shapes(text: str) -> dict[str, tuple[int, ...]]:
     """Returns the shapes by name in `x=256x1024,w=1024`; `x=` is the shape () of a single
-    number, and a size may be 0. Nothing between two commas is passed over. Raises
-    UsageError for a part of another form, for two shapes of one name, and where there is
-    no shape."""
+    number, and a size may be 0. An empty part is passed over. Raises UsageError for a
+    part of another form, for two shapes of one name, and where there is no shape."""
     sizes: dict[str, tuple[int, ...]] = {}
     for part in filter(None, text.split(",")):
         match = SHAPE.fullmatch(part)

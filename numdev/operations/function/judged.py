@@ -61,9 +61,10 @@ class Judge:
         """Returns what an implementation's tensor `x` is judged by. That is this judge,
         or for a doubtful tensor the `closer` one, since what four runs show of an element
         is luck. A tensor is doubtful that exceeds a limit, also one that is not judged
-        then since the reference is no yardstick; that differs in an integer; or that is
-        not finite where the exact result is (or the reverse). This judge also for
-        None and where there are no further runs. Raises what the reference raises."""
+        then since the reference is no yardstick; that differs in an integer; or that has
+        an element of another kind (finite, inf, -inf, NaN) than the exact result and all
+        runs. This judge also for None and where there are no further runs. Raises what
+        the reference raises."""
         if x is None or self.further is None:
             return self
         doubtful = bool(self.nonfinite(x)[0])
@@ -316,9 +317,9 @@ class FunctionCall:
         """Returns the call as it is to be judged beside `run`. It changes for a reference
         that returns float64 where none of its arguments and parameters is float64, and
         says so what is exact. An output that the run returns in float32, or in the dtype
-        of the first floating-point argument, is then held to what the reference's
-        operations err in float32, and to that dtype. The same call where nothing changes.
-        Raises what the reference raises."""
+        of the first floating-point parameter or argument, is then held to what the
+        reference's operations err in float32, and to that dtype. The same call where
+        nothing changes. Raises what the reference raises."""
         first = self.draws[0]
         dtypes = [x.dtype for x in first.inputs.values() if x.is_floating_point()]
         if torch.float64 in dtypes or not dtypes:
@@ -359,13 +360,14 @@ class FunctionCall:
     def tensors_of(
         self, runs: Sequence[FunctionRun]
     ) -> tuple[dict[str, Tensor | None], dict[str, str]]:
-        """Returns an implementation's tensors over all draws, and in words what is wrong,
-        both by name. A tensor is None where a draw lacks it, has another shape, or
-        numbers of another kind (integers, real or complex ones); another dtype of the
-        same kind is wrong, but compared. Without another fault the first tensor is blamed
-        for the whole run: for what a run did besides computing (`FunctionRun.misdeeds`),
-        for a fault of a tensor without numbers, or for outputs that the reference lacks.
-        `runs`: one for each draw."""
+        """Returns an implementation's tensors over all draws, of those in `forms`, and in
+        words what is wrong, both by name. A tensor is None where a draw lacks it, has
+        another shape, or numbers of another kind (integers, real or complex ones).
+        Another dtype of the same kind, another device, and strides that are not
+        contiguous as the reference's are wrong, but compared. Without another fault the
+        first tensor is blamed for the whole run: for what a run did besides computing
+        (`FunctionRun.misdeeds`), for a fault of a tensor without numbers, or for outputs
+        that the reference lacks. `runs`: one for each draw."""
         wrong: dict[str, str] = {}
         first = next(iter(self.forms))
         plain = [draw.plain for draw in self.draws]

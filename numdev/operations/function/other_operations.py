@@ -399,8 +399,8 @@ def rounded(x: Tensor, fmt: Format) -> Tensor:
 
 
 def truncated(x: Tensor, fmt: Format) -> Tensor:
-    """Returns a tensor of an exact run without the bits that a format has no room for,
-    towards 0, under its own dtype, as tensor cores read float32 values in TF32.
+    """Returns a real tensor of an exact run without the bits that a format has no room
+    for, towards 0, under its own dtype, as tensor cores read float32 values in TF32.
     Infinities and NaN stay. The format must have the exponents of the values: its range
     is not looked at."""
     with _disable_current_modes():

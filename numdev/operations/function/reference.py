@@ -92,8 +92,8 @@ class FunctionReference:
     @property
     def inputs(self) -> Values:
         """Returns the inputs of the call by name, as they were given: parameters and
-        persistent buffers, then arguments (a tensor that comes twice once, by its first
-        name); of a name that both have, the argument."""
+        persistent buffers, then arguments (of these a tensor that comes twice once, by
+        its first name); of a name that both have, the argument."""
         return {**parameters_of_module(self.function), **self.arguments.leaves()}
 
     @cached_property

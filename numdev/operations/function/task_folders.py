@@ -210,8 +210,8 @@ class ImportedTask:
         ]
 
     def calls(self, chosen: Sequence[Sizes]) -> Make:
-        """Returns a function that makes the calls of a seed, one for each of the
-        sizes."""
+        """Returns a function that makes the calls of a seed, one for each of the sizes.
+        That raises UsageError where `generate_input` raises."""
         return lambda seed: [self.inputs(sizes, seed) for sizes in chosen]
 
 

@@ -128,7 +128,7 @@ def outputs_of(output: object) -> Values:
 def opened(tree: object) -> object:
     """Returns a tree in which a mapping of its fields by name stands for each dataclass,
     also for one inside another; PyTorch does not look into dataclasses. A dataclass's
-    type stays."""
+    type, where it stands in the tree itself, stays."""
 
     def fields_of(x: object) -> object:
         """Returns the fields of a dataclass by name, opened too; anything else as it
