@@ -156,9 +156,9 @@ class Search:
 
     @cached_property
     def like_rounding(self) -> dict[str, float]:
-        """Returns for each output LIKE times the rms error that rounding explains: that
-        of its exact values rounded once, or of the reference rounded at every operation,
-        where that runs again."""
+        """Returns for each output LIKE times the rms error that rounding explains. That
+        is the larger of two: that of its exact values rounded once, and that of the
+        reference rounded at every operation, to nearest, where that runs again."""
         try:
             rounded = self.reference.rounded[0]
         except Exception:  # the reference is foreign

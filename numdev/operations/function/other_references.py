@@ -350,9 +350,10 @@ def narrow_formats(dtype: torch.dtype) -> list[Format]:
 def _of_narrow_operations(
     reference: FunctionReference, calls: Mapping[str, int]
 ) -> Iterator[OtherReference]:
-    """Yields the reference with factors of products in narrower formats; with sums that
-    are rounded to 16 bits block by block; with all operations rounded to a narrower
-    format, then each operator alone."""
+    """Yields the reference with factors of products in other formats; with sums that are
+    rounded to 16 bits block by block; with all operations rounded to another format, then
+    each operator alone. The formats are `narrow_formats` of the first real floating-point
+    argument's dtype, of float32 without one."""
     dtypes = [x.dtype for x in reference.arguments.leaves().values()]
     floats = [dtype for dtype in dtypes if dtype.is_floating_point]
     dtype = floats[0] if floats else torch.float32
