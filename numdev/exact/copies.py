@@ -17,10 +17,12 @@ from numdev.exact.wide_tensors import Wide, widened
 
 
 def wide_arguments(arguments: tuple[object, ...]) -> tuple[object, ...]:
-    """Returns a copy of a tree of arguments. Floating-point tensors become `Wide` tensors
-    of the same values, shape, strides and dtype, leaves of autograd that require a
-    gradient where the originals do; other tensors are cloned, and other objects are kept.
-    Tensors that are one object, or share storage in one dtype, do so in the copy.
+    """Returns a copy of a tree of arguments (tuples, lists, dicts). Floating-point
+    tensors become `Wide` tensors of the same values, shape, strides and dtype, leaves of
+    autograd that require a gradient where the originals do; other tensors are cloned.
+    Other objects are kept, and so are tensors inside them, as in a dataclass. Tensors
+    that are one object, or share storage in one dtype, do so in the copy; of `Wide`
+    tensors only those that are one object.
 
     Raises Unsupported for a tensor that is not strided (sparse)."""
     copies = wide_copies(x for x in tree_leaves(arguments) if isinstance(x, Tensor))
@@ -29,12 +31,14 @@ def wide_arguments(arguments: tuple[object, ...]) -> tuple[object, ...]:
 
 
 def wide_module(module: nn.Module) -> nn.Module:
-    """Returns a copy of a module, with its parameters, buffers and all tensors in its
+    """Returns a copy of a module, with its parameters, buffers and tensors in its
     attributes, also inside lists, tuples, dicts, sets, dataclasses and other objects in
     them. Floating-point tensors are `Wide` tensors of the same values, others are cloned.
+    A tensor in an object without `__dict__` (`__slots__`, a deque) is copied as it is,
+    and one that a function or class refers to is not copied.
 
-    Raises Unsupported for an attribute that cannot be copied, and for a tensor that is
-    not strided."""
+    Raises Unsupported for an attribute whose copy raises TypeError, such as a lock, and
+    for a tensor that is not strided."""
     tensors = list({id(x): x for x in _tensors_in(module)}.values())
     copies = wide_copies(tensors)
     memo: dict[int, object] = {}
@@ -73,7 +77,7 @@ def wide_copies(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
 def _copies_of_group(group: list[Tensor]) -> dict[int, Tensor]:
     """Returns the copies by `id()` of the originals, as views of one copy of the storage
     between the first and the last element in use. `group`: one tensor or more, all of one
-    storage and dtype."""
+    storage and dtype, or one `Wide` tensor."""
     values = [
         x.exact if isinstance(x, Wide) else x.detach().resolve_conj() for x in group
     ]
@@ -105,9 +109,9 @@ def _storage_extent(x: Tensor) -> int:
 
 
 def _tensors_in(module: nn.Module) -> Iterator[Tensor]:
-    """Yields each tensor that can be reached from a module's attributes once; a tensor's
-    own attributes, and those of Python modules, classes and functions, are not
-    followed."""
+    """Yields each tensor that can be reached from a module's attributes once. What is in
+    an object's `__slots__` is not reached; a tensor's own attributes, and those of Python
+    modules, classes and functions, are not followed."""
     seen: set[int] = set()
     pending: list[object] = [module]
     while pending:
@@ -123,8 +127,9 @@ def _tensors_in(module: nn.Module) -> Iterator[Tensor]:
 
 def _members(x: object) -> list[object]:
     """Returns the objects directly inside x: the values of a mapping, the members of a
-    list, tuple or set, else the attributes of x; none for a Python module, class or
-    function. Keys of a mapping are left out."""
+    list, tuple or set, else what is in the `__dict__` of x. None for a Python module,
+    class or function, and for any other object without a `__dict__`. Keys of a mapping
+    are left out."""
     if isinstance(x, Mapping):
         return list(x.values())
     if isinstance(x, list | tuple | set | frozenset):

@@ -63,7 +63,8 @@ def promoted_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
     """Returns the dtype that PyTorch promotes these tensors to; non-floating ones are
     ignored. A tensor without dimensions counts only where no other tensor does. Complex
     dtypes count as their real ones. Without any floating-point tensor it is PyTorch's
-    default dtype."""
+    default dtype. Raises RuntimeError for two dtypes that PyTorch does not promote, such
+    as float8 and bfloat16."""
     floats = [x for x in tensors if is_floating(x)]
     dtypes = [x.dtype for x in floats if x.ndim] or [x.dtype for x in floats]
     real = [REAL.get(dtype, dtype) for dtype in dtypes]
@@ -90,10 +91,11 @@ def result_dtypes(
     kwargs: Mapping[str, object],
     results: Sequence[object],
 ) -> list[torch.dtype]:
-    """Returns the dtype that PyTorch would give each of a call's `results`, in their
-    order. The entry of a result that is no floating-point tensor means nothing. Norms
-    follow `NORMS`; every other operator gives the dtype that is asked for, else the
-    promoted one. The second result of `_fused_rms_norm` has at least float32."""
+    """Returns the dtype that PyTorch would give each of a call's new `results`, in their
+    order. The entry means nothing for a result that is no floating-point tensor, or that
+    the call wrote into (in place, `out=`). Norms follow `NORMS`; every other operator
+    gives the dtype that is asked for, else the promoted one. The second result of
+    `_fused_rms_norm` has at least float32."""
     name = func.overloadpacket.__name__
     common = requested_dtype(func, args, kwargs) or promoted_dtype(
         _tensor_arguments(args, kwargs)
@@ -132,5 +134,6 @@ def _norm_dtype(
 def _tensor_arguments(
     args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> list[Tensor]:
-    """Returns all tensors among a call's arguments, also those in lists."""
+    """Returns all tensors among a call's arguments, also those in lists, tuples and
+    dicts."""
     return [x for x in leaves_of((args, kwargs)) if isinstance(x, Tensor)]

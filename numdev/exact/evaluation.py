@@ -94,10 +94,11 @@ def computing(
     `rounding` says; yields the mode.
 
     PyTorch takes no path that hides operations: oneDNN, cuDNN, the fast path of
-    multi-head attention and compilation are off. Attention is its own formula, or where
-    every operation rounds, the steps of the kernel that PyTorch takes. `seed` seeds
-    PyTorch's generators, whose states are restored at the end; without one a draw raises
-    Unsupported."""
+    multi-head attention and, where its module is loaded at the beginning, compilation are
+    off. Attention is its own formula, but with an EveryOperation that rounds `as_kernels`
+    the steps of the kernel that PyTorch takes. `seed` seeds PyTorch's generators of the
+    CPU and the GPUs, whose states are restored at the end; without one a draw from these
+    raises Unsupported."""
     mode = Computing(rounding, draws=seed is not None)
     with ExitStack() as stack:
         if not (isinstance(rounding, EveryOperation) and rounding.as_kernels):
@@ -128,18 +129,19 @@ def evaluate(
     within: AbstractContextManager[object] | None = None,
 ) -> Evaluation[T]:  # fmt: skip
     """Runs a function or module in fp64, rounded as `rounding` says, on these arguments:
-    any tree of tensors and other objects. Returns its output, the arguments afterwards
-    and the gradients. Arguments and module are copied, not changed.
+    tensors, trees of them (tuples, lists, dicts) and other objects. Returns its output,
+    the arguments afterwards and the gradients. Tensors and trees among the arguments, and
+    a module, are copied, not changed; other objects are passed as they are.
 
     `cotangent(i, output)` returns the gradient with respect to the i-th floating-point
     output that requires one, of its shape. With it autograd computes the gradients of all
     arguments and parameters that require one, by name: `[0]`, `[1]['x']` or
     `layer.weight`; None for one that no output depends on. They are rounded as the run
-    is. Without it there are none. `seed`: see `computing`. `within`: a context of the run
-    that meets its operations first, as a dispatch mode does; None: none.
+    is. Without it there are none (empty). `seed`: see `computing`. `within`: a context of
+    the run that meets its operations first, as a dispatch mode does; None: none.
 
     Raises Unsupported for what has no exact result, UsageError where `cotangent` returns
-    another shape, and whatever the function raises."""
+    another shape, and whatever the function or autograd raises."""
     inputs = wide_arguments(arguments)
     if isinstance(function, nn.Module):
         function = wide_module(function)
@@ -173,7 +175,8 @@ def _gradients(
     output: object, leaves: Mapping[str, Tensor], cotangent: Cotangent
 ) -> dict[str, Tensor | None]:
     """Returns the fp64 gradient of each of `leaves` by name; None for one that no output
-    depends on, and for all where no output requires a gradient."""
+    depends on, and for all where no output requires a gradient. Raises UsageError where a
+    cotangent has another shape than its output, and what autograd raises."""
     outputs = [x for x in tree_leaves(output) if is_floating(x) and x.requires_grad]
     if not outputs or not leaves:
         return dict.fromkeys(leaves)

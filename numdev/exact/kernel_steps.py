@@ -54,8 +54,9 @@ def kernel_steps(
 
 
 def why_kernels_err(names: Iterable[str]) -> str:
-    """Returns in a clause why the steps of kernels err more than formulas do: that of
-    each of these operators, by WHY."""
+    """Returns why the steps of kernels err more than formulas do: the clauses of WHY
+    whose word is part of one of these operators' names, each once, joined by `; `. Empty
+    where none is."""
     names = list(names)
     clauses = (why for word, why in WHY.items() if any(word in name for name in names))
     return "; ".join(clauses)
@@ -78,7 +79,8 @@ def logsumexp(
 def convolution(
     func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> Tensor:
-    """Returns a convolution without its bias, to which the bias is added then."""
+    """Returns a convolution in two operations: without its bias, and that result with the
+    bias added. `args`: the operator's, with a bias."""
     x, weight, bias, *options = args
     out: Tensor = func(x, weight, None, *options, **kwargs)
     return out + cast(Tensor, bias).reshape(-1, *[1] * (out.ndim - 2))
@@ -110,8 +112,8 @@ class _KernelCall:
         return operator_argument(self.func, tuple(self.args), self.kwargs, name)
 
     def tensor(self, *names: str) -> Tensor:
-        """Returns the tensor that the first of `names` which the operator has stands
-        for."""
+        """Returns the argument of the first of `names` that the operator has and that is
+        not None; one of them is a tensor."""
         values = map(self.__getitem__, names)
         return cast(Tensor, next(x for x in values if x is not None))
 
@@ -178,8 +180,8 @@ def _in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Returns the products of matrices [..., m, k] and [..., k, n], of which both have as
-    many."""
+    """Returns the matrix products [..., m, n] of `left` [..., m, k] and `right` [..., k,
+    n], whose other axes multiply to the same number."""
     pairs = (x.reshape(-1, *x.shape[-2:]) for x in (left, right))
     return torch.bmm(*pairs).reshape(*left.shape[:-1], right.shape[-1])
 
@@ -188,8 +190,9 @@ def attention(
     func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> tuple[object, ...]:
     """Returns what an operator of fused attention returns: the output in the inputs'
-    dtype, the log-sum-exp of each row, and for all else a stand-in. A row that sees no
-    key is 0. Raises Unsupported where weights are dropped at random."""
+    dtype, the log-sum-exp of each row, and for all else a stand-in, which may be None.
+    For a row that sees no key both are 0. Raises Unsupported where weights are dropped at
+    random."""
     call = _KernelCall(func, args, kwargs)
     if call["dropout_p"]:
         raise unsupported_error(func, OWN_DRAWS)
@@ -215,7 +218,8 @@ def attention_backward(
     func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> tuple[Tensor | None, ...]:
     """Returns the gradients of queries, keys and values that an operator of fused
-    attention returns, and that of its bias, None where nobody asks for it."""
+    attention returns, and from one that has a fourth result that of its bias: None where
+    there is no bias, or nobody asks for it."""
     call = _KernelCall(func, args, kwargs)
     back = call.read("grad_out", "grad_out_")
     query, key, value = (call.read(name) for name in ("query", "key", "value"))

@@ -48,7 +48,8 @@ def operator_argument(
 
 
 def leaves_of(tree: Tree) -> list[object]:
-    """Returns the values in lists, tuples and mappings, in their order."""
+    """Returns the values in lists, tuples and dicts, in each other too, in their order;
+    of any other `tree` itself alone."""
     if not isinstance(tree, list | tuple | dict):
         return [tree]
     leaves: list[object] = []
@@ -61,8 +62,9 @@ def leaves_of(tree: Tree) -> list[object]:
 
 
 def with_leaves(tree: Tree, change: Callable[[object], object]) -> Tree:
-    """Returns lists, tuples and mappings like those of `tree`, with `change(value)` in
-    place of each value."""
+    """Returns lists, tuples and dicts like those of `tree`, with `change(value)` in place
+    of each value. A named tuple becomes a tuple, and a subclass of list or dict a plain
+    one."""
     if isinstance(tree, list):
         return [with_leaves(each, change) for each in tree]
     if isinstance(tree, tuple):

@@ -102,9 +102,9 @@ def as_unsupported(what: object, error: RuntimeError) -> Exception:
 
 def source_location(frames: Iterable[tuple[str, int]]) -> str:
     """Returns ` at file:line (source)` for the innermost frame that is the user's, so in
-    none of NOT_THE_USERS; without ` (source)` where the file cannot be read. While
-    autograd runs it is ` in the backward pass`, since no line of the user's is running;
-    empty where no frame is the user's."""
+    none of NOT_THE_USERS, nor in `contextlib`; without ` (source)` where the file cannot
+    be read. While autograd runs it is ` in the backward pass`, since no line of the
+    user's is running; empty where no frame is the user's."""
     if torch._C._current_graph_task_id() != -1:
         return " in the backward pass"
     for path, line in frames:

@@ -138,7 +138,8 @@ class Wide(Tensor):
     data = property(Tensor.detach, _replace_values)
 
     def tolist(self) -> Any:
-        """Returns the fp64 values as nested lists."""
+        """Returns the fp64 values as nested lists; of a tensor without dimensions its
+        number."""
         return self.exact.tolist()
 
     def numpy(self, *, force: bool = False) -> NoReturn:
@@ -191,8 +192,9 @@ def narrowed(x: object) -> object:
 
 def narrowed(x: object) -> object:
     """Returns a `Wide` tensor as an ordinary tensor of the dtype that it says, rounded
-    once to nearest, with the same strides and without a gradient. Anything else is
-    returned as it is. Raises UsageError for a dtype that numdev has no format for."""
+    once to nearest, without a gradient. Under float64 and complex128 it is `exact`
+    itself, not a copy. Anything else is returned as it is. Raises UsageError for a dtype
+    that numdev has no format for."""
     if not isinstance(x, Wide):
         return x
     return round_values(x.exact, values_format(x.dtype)).to(x.dtype)
@@ -295,9 +297,10 @@ class _Call:
         return tree_unflatten(outs, spec)
 
     def _read_leaf(self, x: object) -> object:
-        """Returns one leaf of the arguments as the fp64 operation gets it: the fp64
-        values of a floating-point tensor, as the rounding reads them, the fp64 dtype for
-        a floating-point dtype, anything else as it is."""
+        """Returns one leaf of the arguments as the fp64 operation gets it. Of a
+        floating-point tensor that is its fp64 values: of a `Wide` one as the rounding
+        reads them, unless the operation writes into it. Of a floating-point dtype it is
+        the fp64 one; anything else is as it is."""
         if id(x) in self.wide_targets:
             return self.wide_targets[id(x)]
         if isinstance(x, Wide):
@@ -481,7 +484,7 @@ def _apply_dropout(
 ) -> tuple[Wide, Tensor]:
     """Returns the output and the bool mask of `native_dropout`; the mask is drawn in the
     input's dtype. The output is exact values times mask / (1 - p), 0 for p = 1, then
-    rounded. Where `train` is False, nothing is divided by 1 - p."""
+    rounded. Where `train` is False or None, it is values times mask, then rounded."""
     x, p = args[0], float(args[1])
     ones = torch.ones_like(narrowed(x))
     _, mask = func(ones, *args[1:], **kwargs)

@@ -10,11 +10,12 @@ MOST = 0.5  # of a unit's rows: larger sets are not described
 
 def where(bad: Tensor, rows: Tensor | None, noun: str = "row") -> str | None:
     """Returns in words which rows of a head are bad (bool [B, rows]): `row 5`, `rows 64
-    to 99`, `every 64th row from 63`, and where all lie in one of several batch entries `
-    of batch entry 1`. For unevenly spread rows, and for more than half of the rows, only
-    `batch entry 1 alone`; None where they lie in several entries, or there is one entry.
-    None without a bad row. `rows`: the positions of these rows in the call, None where
-    all are measured; `noun`: what a row is called."""
+    to 99`, `every 64th row from 63`, of two that are no neighbours `2 rows, the first 2,
+    the last 9`; and where all lie in one of several batch entries ` of batch entry 1`
+    behind it. For unevenly spread rows, and for more than half of the rows, only `batch
+    entry 1 alone`; None where these lie in several entries, or there is one entry. None
+    without a bad row. `rows`: the positions of these rows in the call, None where all are
+    measured; `noun`: what a row is called."""
     entries, of = bad.any(dim=1).nonzero().flatten().tolist(), bad.any(dim=0)
     alone = f"batch entry {entries[0]}" if len(bad) > len(entries) == 1 else ""
     at = of.nonzero().flatten() if rows is None else rows[of]

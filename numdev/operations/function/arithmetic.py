@@ -113,8 +113,9 @@ class Arithmetic(EveryOperation):
     def arguments(
         self, func: OpOverload, args: tuple[object, ...], written: Sequence[Tensor]
     ) -> tuple[object, ...]:
-        """Returns the arguments, of a sum or a norm with copies in fp64 of those that
-        share memory with what is `written`: its error is that of what they hold now."""
+        """Returns the arguments; for an operator of READ, whose error depends on the
+        values of its arguments, with copies in fp64 of floating-point tensors that share
+        memory with what is `written`. Tensors inside lists are as they are."""
         if func.overloadpacket.__name__.rstrip("_") not in READ:
             return args
         memory = {x.untyped_storage().data_ptr() for x in written}
@@ -137,9 +138,12 @@ class Arithmetic(EveryOperation):
         values: Tensor,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Returns an operator's fp64 values rounded to the format of `dtype`. Before that
-        an error is added to float32 values, of the variance of `variance_of`, and to
-        float64 ones, of that of `_in_float64`; to complex64 ones that of `_of_parts`."""
+        """Returns an operator's fp64 values rounded to the format of `dtype`, float32
+        where `is_narrow` takes float64 for it. Before that errors drawn at random are
+        added: to float32 values one of the variance of `variance_of`, to float64 ones of
+        that of `_in_float64`, to both what `_of_what_cancels` draws where there is a
+        variance; to complex64 ones that of `_of_parts`. Raises UsageError for a dtype
+        without a format."""
         dtype = torch.float32 if self.is_narrow and dtype == torch.float64 else dtype
         fmt = None if dtype.is_complex else values_format(dtype)
         if fmt in (FLOAT32, FLOAT64) and values.numel():
@@ -159,9 +163,10 @@ class Arithmetic(EveryOperation):
     def _of_parts(
         self, func: OpOverload, args: Arguments, values: Tensor
     ) -> Tensor | float:
-        """Returns the float32 errors of the real and imaginary parts of a Fourier
-        transform, or of a complex product of matrices or vectors, each a sum of twice as
-        many terms, of which little may be left in one part; 0 for anything else."""
+        """Returns in complex numbers the float32 errors, drawn at random, of the real and
+        imaginary parts of a Fourier transform, or of a complex product of matrices or
+        vectors, each a sum of twice as many terms, of which little may be left in one
+        part; 0 for anything else."""
         name = func.overloadpacket.__name__
         if name not in PRODUCTS | TRANSFORMS:
             return 0.0
@@ -176,10 +181,10 @@ class Arithmetic(EveryOperation):
     def _error(
         self, func: OpOverload, args: Arguments, values: Tensor, variance: Tensor
     ) -> Tensor:
-        """Returns normally distributed errors of a variance: the same one for the same
-        value. Of a norm the elements that have statistics in common share two besides:
-        the deviation's error goes along with the values, the mean's adds the same
-        everywhere."""
+        """Returns normally distributed errors of a variance, one for each value: the same
+        one for the same value of one result. Of a norm that is a part of it alone:
+        elements that have statistics in common share two parts besides. The deviation's
+        error goes along with the values, the mean's adds the same everywhere."""
         groups = _groups_of_statistics(func, args, values)
         if groups is None:
             return variance.sqrt() * self._drawn_by_value(values)
@@ -197,7 +202,7 @@ class Arithmetic(EveryOperation):
         """Returns float32 errors, drawn at random, of a norm's or a softmax's gradient of
         the input, whose terms may be far larger than what is left of them: each number's
         own in adding its terms up, and those of the sums that a group shares. 0.0 for any
-        other result."""
+        other result, and for one of fewer than two axes."""
         of = projection_of(func, args) if _is_of_input(args, values) else None
         if of is None:
             return 0.0
@@ -213,9 +218,9 @@ class Arithmetic(EveryOperation):
 
     def _drawn_by_value(self, values: Tensor) -> Tensor:
         """Returns standard normal numbers, one for each of some fp64 values, the same for
-        the same value: a kernel errs alike wherever it computes the same, so that a
+        the same bits: a kernel errs alike wherever it computes the same, so that a
         thousand equal results are one draw. Different values share a number by chance
-        alone."""
+        alone. Each call draws anew."""
         size = min(MOST_NUMBERS, NUMBERS_PER_VALUE << values.numel().bit_length())
         self.operations += 1
         salt = self.noise * MOST_OPERATIONS + self.operations
@@ -307,9 +312,9 @@ def variance_of(func: OpOverload, args: Arguments, values: Tensor) -> Tensor | N
 
 
 def _is_of_input(args: Arguments, values: Tensor) -> bool:
-    """Whether a result of a gradient's operator is the gradient of the input, not of a
-    weight: it has the shape of what comes back, the first argument, and two axes or
-    more."""
+    """Whether a result of a gradient's operator is, by its shape, the gradient of the
+    input, not of a weight: it has the shape of what comes back, the first argument, and
+    two axes or more."""
     back = args[0]
     return isinstance(back, Tensor) and values.shape == back.shape and back.ndim > 1
 
@@ -329,9 +334,10 @@ class Groups(NamedTuple):
 def _groups_of_statistics(
     func: OpOverload, args: Arguments, values: Tensor
 ) -> Groups | None:
-    """Returns how a norm's result shares statistics: of a batch norm in training all of a
-    channel, of a group norm those of a group in a batch entry, of a layer or RMS norm
-    those of a row. None for any other operator, and for the statistics themselves."""
+    """Returns how a norm's result shares statistics: of a batch norm in training, or its
+    gradient of the input, all of a channel, of a group norm those of a group in a batch
+    entry, of a layer or RMS norm those of a row. None for any other operator, and for the
+    statistics themselves."""
     name = func.overloadpacket.__name__
     if values.ndim >= 2 and _shares_statistics(func, args):
         return Groups(values.shape, [1, values.shape[1], *[1] * (values.ndim - 2)])

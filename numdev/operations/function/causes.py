@@ -106,7 +106,7 @@ class Wrong:
 
     def left_by_rounding(self) -> float:
         """Returns the rms error of the exact values rounded once, over elements that are
-        finite in output and truth; 0 without any."""
+        finite in output, truth and the rounded values; 0 without any."""
         return self.rms_error_of(round_to(self.truth, self.format))
 
     def rms_error_of(self, other: Tensor) -> float:
@@ -119,8 +119,9 @@ class Wrong:
 
 class Search:
     """The search for what explains each output, and the best explanation so far. Outputs
-    of integers, of another shape than the reference's, of fewer than LEAST_NUMBERS
-    numbers, and in which fewer than LEAST_ERRING numbers err, are left out."""
+    of integers or complex numbers, of another shape than the reference's, of fewer than
+    LEAST_NUMBERS numbers, and in which fewer than LEAST_ERRING numbers err, are left
+    out."""
 
     def __init__(
         self, reference: FunctionReference, outputs: Mapping[str, Tensor]
@@ -155,9 +156,9 @@ class Search:
 
     @cached_property
     def like_rounding(self) -> dict[str, float]:
-        """Returns for each output LIKE times the rms error that rounding explains: that
-        of its exact values rounded once, or of the reference rounded at every operation,
-        where that runs again."""
+        """Returns for each output LIKE times the rms error that rounding explains. That
+        is the larger of two: that of its exact values rounded once, and that of the
+        reference rounded at every operation, to nearest, where that runs again."""
         try:
             rounded = self.reference.rounded[0]
         except Exception:  # the reference is foreign
@@ -183,7 +184,8 @@ class Search:
     @property
     def is_over(self) -> bool:
         """Whether nothing better can come: no runs are left, SECONDS of CPU are over, or
-        of each output no more error is left than its own rounding makes."""
+        of each output an alternative has left no more error than OF_ROUNDING times its
+        own rounding makes. True without outputs."""
         is_explained = len(self.explained) == len(self.wrong)
         return self.tries <= 0 or is_explained or self.is_late
 
@@ -196,14 +198,15 @@ class Search:
         is_effect: bool = False,
         is_fitted: bool = False,
     ) -> None:
-        """Takes an alternative to the output `name` as its best explanation where it
-        leaves at most a tenth of the rms error, and CLEARLY less than the best so far.
-        Where the best so far may be another function's effect (`is_effect`), an
-        alternative that is none may leave a little more. One with a number that was
-        fitted (`is_fitted`) may leave no more than rounding does, or a FITTED-th. An
-        output without an error has no explanation. Sets `best`, `explained` and
-        `effects`. None, another shape and an alternative that is not finite change
-        nothing."""
+        """Takes an alternative to the output `name`, which the search must have, as its
+        best explanation where it leaves at most a tenth of the rms error, and CLEARLY
+        less than the best so far. It leaves the lesser of two errors: its own, and that
+        of itself rounded once. Where the best so far may be another function's effect
+        (`is_effect`), an alternative that is none may leave a little more. One with a
+        number that was fitted (`is_fitted`) may leave no more than LIKE times what
+        rounding does, or a FITTED-th. An output without an error has no explanation. Sets
+        `best`, `explained` and `effects`. None, another shape and an alternative that is
+        not finite change nothing."""
         error = self.errors[name]
         left, rounded = self.wrong[name].left_by(other)
         if not error or not math.isfinite(left):
@@ -243,7 +246,8 @@ class Search:
     def fit(self, number: NumberInUse) -> None:
         """Fits a number of the reference to each output. Where another number leaves
         PROMISING times less of an output's error, the results with it are taken as
-        alternatives to all outputs."""
+        alternatives to all outputs. Where these are the best of that output and a term
+        may only vanish with the number, `effects` notes the output."""
         for name, wrong in self.wrong.items():
             error = self.errors[name]
 
@@ -268,10 +272,10 @@ def causes_of(
     function explains an output of which it leaves at most a tenth of the rms error.
     Outputs that none explains are left out, and so are those that `Search` leaves out.
     `outputs`: an implementation's, with names of the reference's; `earlier`: the exact
-    results of a call before, which may be empty. Runs the reference many times, for at
-    most SECONDS of CPU. Raises MeasurementError where nothing explains any output and the
-    search ended early, or could not compute some functions; and what the reference raises
-    on the call's own arguments."""
+    results of a call before, which may be empty. Runs the reference many times, fewer for
+    large inputs; after SECONDS of CPU it begins no other run. Raises MeasurementError
+    where nothing explains any output and these seconds were over, or some functions could
+    not be computed; and what the reference raises on the call's own arguments."""
     search = Search(reference, outputs)
     for other in simplest_references(reference):
         if not search.is_late:

@@ -193,8 +193,9 @@ class DefinitionSurroundings(Surroundings):
 
     def memory(self, inputs: Sequence[object]) -> list[Tensor]:
         """Returns memory for the outputs of a call, in the definition's order, filled
-        with NaN, of integers with the largest. It is on the device of the first tensor
-        among the inputs. Raises UsageError where the inputs lack an axis of an output,
+        with NaN, of integers with the largest, of bools with True. It is on the device of
+        the first tensor among the inputs, on the CPU without one. `inputs`: in the
+        definition's order. Raises UsageError where the inputs lack an axis of an output,
         and for a dtype that PyTorch or numdev lacks."""
         sizes = axes_of(self.definition, inputs)
         tensors = (x for x in inputs if isinstance(x, Tensor))
@@ -273,8 +274,9 @@ def _first_problem(error: ValidationError) -> str:
 
 
 def reference_of(definition: Definition, folder: Path) -> str:
-    """Writes the source of a definition's reference into a folder, as REFERENCE_FILE, and
-    returns its target `FILE.py:run`."""
+    """Writes the source of a definition's reference into a folder, which is there, as
+    REFERENCE_FILE, and returns its target `FILE.py:run`. Raises OSError where it cannot
+    be written."""
     file = folder / REFERENCE_FILE
     file.write_text(definition.reference, encoding="utf-8")
     return f"{file}:{RUN}"
@@ -425,9 +427,10 @@ def workloads_of(path: Path, definition: Definition) -> list[Workload]:
 
 def _workload(line: bytes, path: Path, definition: Definition) -> Workload:
     """Returns the workload of a line in the file `path`, which stands there as it is or
-    under the key `workload`. Raises ValueError for what is no JSON or no workload;
+    under the key `workload`. Raises ValueError for what is no JSON or no workload. Raises
     UsageError for axes that are not the definition's variable ones, sizes below 1, inputs
-    that the definition lacks, and those that are not as it says."""
+    that the definition lacks or that are not as it says, and tensors that cannot be
+    read."""
     data = from_json(line)
     form = _WorkloadForm.model_validate(
         data.get("workload") or data if isinstance(data, dict) else data
@@ -470,8 +473,9 @@ def calls_of_workloads(
 ) -> Make:
     """Returns a function that makes the calls of a seed, one for each workload. A real
     floating-point input that a workload lacks is normal numbers of the seed. The function
-    raises UsageError where a workload lacks an integer or a scalar, where it names an
-    axis that is not variable, and for a size below 1 or beyond memory."""
+    raises UsageError where a workload lacks any other input, where it names an axis that
+    is not variable, for a size below 1 or beyond memory, and for a dtype that PyTorch or
+    numdev lacks."""
 
     def make(seed: int) -> list[Arguments]:
         """Returns the calls of a seed."""
@@ -492,9 +496,9 @@ def _inputs(
 ) -> Iterator[object]:
     """Yields the inputs of a call in the definition's order: the workload's own, or else
     normal numbers of its axes' sizes, drawn from `generator`. Tensors are on `device`.
-    Raises UsageError for an integer or a scalar that the workload lacks, an axis that is
-    not variable, a size below 1 or beyond memory, and a dtype that PyTorch or numdev
-    lacks."""
+    Raises UsageError for an integer, a complex tensor or a scalar that the workload
+    lacks, an axis that is not variable, a size below 1 or beyond memory, and a dtype that
+    PyTorch or numdev lacks."""
     sizes = definition.sizes(call.axes)
     for name, form in definition.inputs.items():
         value = call.values.get(name)

@@ -78,9 +78,10 @@ def read_in(x: Tensor, fmt: Format) -> Tensor:
 
 
 def faults_of_outputs() -> Iterator[WrongFunction]:
-    """Yields eight changes of a floating-point output of any shape, each with a function
-    of the tensor that returns a new one: 0, a half, times 1.01, negated, averaged, the
-    last row stale, rows shifted, the last block 0."""
+    """Yields eight changes of a floating-point output of any shape: 0, a half, times
+    1.01, negated, averaged, the last row stale, rows shifted, the last block 0. Each has
+    a function that returns a new tensor of the same shape; of a scalar the shifted one is
+    the scalar itself."""
 
     yield WrongFunction("it is 0", torch.zeros_like)
     yield WrongFunction("it is one half of it", lambda x: x / 2)

@@ -147,12 +147,12 @@ def run(
 ) -> FunctionRun:
     """Calls a function once, with copies of the arguments, and returns what came of it.
     `seed`: of PyTorch's generators, which are as before afterwards, on CUDA only where it
-    was in use. With `cotangents` autograd computes the gradients of all floating-point
-    arguments and parameters, from the outputs that require one; without, gradients are
-    off. Where autograd fails after the function wrote into its inputs, `backward_error`
-    says why, and there are no gradients. A module is not copied. Raises what the function
-    and, unless it wrote, what autograd raises; MeasurementError where the function ends
-    the program, and for an output whose numbers cannot be read."""
+    was in use. With `cotangents` autograd computes the gradients of floating-point
+    arguments, and of parameters that require one, from the outputs that do; without,
+    gradients are off. Where autograd fails after the function wrote into its inputs,
+    `backward_error` says why, and there are no gradients. A module is not copied. Raises
+    what the function and, unless it wrote, what autograd raises; MeasurementError where
+    the function ends the program, and for an output whose numbers cannot be read."""
     roots = arguments.copied(gradients=cotangents is not None)
     before = arguments.leaves()
     with _seeded(seed), torch.set_grad_enabled(cotangents is not None):
@@ -260,9 +260,9 @@ def _buffers(values: Values) -> tuple[str, ...]:
 
 
 def _child(name: str, x: Tensor) -> Tensor:
-    """Returns a copy of a tensor that requires a gradient, laid out alike; code may write
-    into the copy, and its gradient goes back to the tensor. A tensor that requires none
-    is returned as it is. `name` is not used."""
+    """Returns a copy of a tensor that requires a gradient, laid out alike where no two of
+    its elements share memory; code may write into the copy, and its gradient goes back to
+    the tensor. A tensor that requires none is returned as it is. `name` is not used."""
     return strided_as(x.clone(), x) if x.requires_grad else x
 
 
@@ -314,7 +314,8 @@ def _gradients(outputs: Values, leaves: Values, cotangents: Cotangents) -> Value
 
 def _alias(outputs: Values, leaves: Values) -> str | None:
     """Returns the name of the input in whose memory an output lies, for the first such
-    output; None where no output does. Empty tensors do not count."""
+    output; of inputs that share this memory the last. None where no output does. Empty
+    tensors do not count."""
     where = {x.untyped_storage().data_ptr(): n for n, x in leaves.items() if x.numel()}
     for x in outputs.values():
         if x.numel() and x.untyped_storage().data_ptr() in where:
@@ -324,7 +325,7 @@ def _alias(outputs: Values, leaves: Values) -> str | None:
 
 def _taken(values: Values) -> Values:
     """Returns detached copies by name, in memory of their own, with the strides of the
-    originals."""
+    originals where no two elements of these share memory."""
     plain = {n: x.detach().resolve_conj().resolve_neg() for n, x in values.items()}
     return {name: strided_as(x.clone(), x) for name, x in plain.items()}
 

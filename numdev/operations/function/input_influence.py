@@ -51,9 +51,11 @@ class Influence(NamedTuple):
 def influences_of(call: FunctionCall, names: Sequence[str] = ()) -> Iterator[Influence]:
     """Yields the influence of each input of a call, in their order. `names`: of these
     alone; empty: of all. An empty input, and memory for an output, are left out. Where
-    inputs are large only the first are tried (LEAST_TRIED at least). For an input that
-    has no other numbers `moved` is None, or 0 where it is all 0 or all 1. `why` says why
-    `moved` is None. Raises what the reference raises on the call's own arguments."""
+    inputs are large only the first are tried (LEAST_TRIED at least), and the others'
+    `moved` is None. For an input that has no other numbers `moved` is None, or 0 where it
+    is all 0 or all 1; it is None too where the reference raises for the other numbers.
+    `why` says why `moved` is None. Where the reference runs with other numbers, raises
+    what it raises on the call's own arguments."""
     inputs = call.draws[0].inputs
     size = sum(x.numel() for x in inputs.values())
     tries = max(LEAST_TRIED, WORK // max(size, 1))
@@ -79,10 +81,10 @@ def influences_of_numbers(
 ) -> Iterator[Influence]:
     """Yields the influence of each number that the reference computes with (an eps, a
     bound), tenfold where it may be an eps, else doubled. Its name has both: `eps 1e-06 as
-    1e-05`. `names`: of these names alone; empty: of all. Numbers above LARGEST_NUMBER,
-    which stand for infinity, are left out; nothing where inputs have more than
-    LARGEST_INPUTS numbers. Raises what the reference raises on the call's own
-    arguments."""
+    1e-05`. `names`: of these names alone; empty: of all. Numbers whose size is above
+    LARGEST_NUMBER, which stand for infinity, are left out; nothing where inputs have more
+    than LARGEST_INPUTS numbers, or the exact run of the reference raises. Raises what its
+    rounded runs raise."""
     if sum(x.numel() for x in call.draws[0].inputs.values()) > LARGEST_INPUTS:
         return
     by_draw = [list(numbers_of(draw)) for draw in call.draws]
@@ -102,9 +104,9 @@ def influences_of_numbers(
 
 def _other_values(call: FunctionCall, name: str, draw: int) -> Tensor | None:
     """Returns other numbers for an input of a draw, of its shape and dtype: those of
-    other data, else its elements in another order, else, of one floating-point number
-    repeated, itself times 1/2 to 3/2. None where it is all 0 or all 1, or one integer
-    repeated, and other data have none."""
+    other data, else its elements in another order, else, of one real floating-point
+    number repeated, itself times 1/2 to 3/2. None where it is all 0 or all 1, or one
+    integer or complex number repeated, and other data have none."""
     x = call.draws[draw].inputs[name]
     if draw < len(call.others):
         other = call.others[draw].leaves().get(name)
@@ -122,7 +124,7 @@ def _other_values(call: FunctionCall, name: str, draw: int) -> Tensor | None:
 
 
 def _is_trivial(x: Tensor) -> bool:
-    """Whether a tensor is 0 everywhere, or 1 everywhere."""
+    """Whether a tensor is 0 everywhere, or 1 everywhere; True for an empty one."""
     return any(bool((x == value).all()) for value in TRIVIAL)
 
 

@@ -37,14 +37,16 @@ def calls_of(
     shapes: str = "",
 ) -> Make:
     """Returns a function that makes the calls of a seed. `source`: a function of inputs,
-    as in `_from_function`; or the path of a safetensors file of named arguments, which
-    are the same single call for every seed; None: one call of normal float32 numbers in
-    `shapes` (`x=256x1024,w=1024`), whose names must be parameters of `function`. A file's
-    names are not checked. Positional arguments get the names of the parameters of
-    `function`. Raises UsageError for a source and shapes together, another path, a file
-    that cannot be read, and without a source for wrong or no shapes. The function that is
-    returned raises UsageError for a function of inputs that raises, needs several
-    arguments or returns none of these."""
+    which gets the seed and returns the arguments of one call (a tensor, a tuple or a
+    mapping), or those of several calls in a list of tuples; or the path of a safetensors
+    file of named arguments, which are the same single call for every seed; None: one call
+    of normal numbers, in PyTorch's default dtype, in `shapes` (`x=256x1024,w=1024`),
+    whose names must be parameters of `function`. A file's names are not checked.
+    Positional arguments get the names of the parameters of `function`. Raises UsageError
+    for a source and shapes together, another path, a file that cannot be read, and
+    without a source for wrong or no shapes. The function that is returned raises
+    UsageError for a function of inputs that raises, needs several arguments or returns no
+    arguments, and for shapes beyond memory."""
     if source is not None and shapes:
         raise UsageError(
             "inputs: expected a function, a file or shapes, got two of these"
@@ -102,8 +104,8 @@ def parameters_of(
 
 def parsed_shapes(text: str) -> dict[str, tuple[int, ...]]:
     """Returns the shapes by name in `x=256x1024,w=1024`; `x=` is the shape () of a single
-    number, and a size may be 0. Raises UsageError for a part of another form, for two
-    shapes of one name, and where there is no shape."""
+    number, and a size may be 0. An empty part is passed over. Raises UsageError for a
+    part of another form, for two shapes of one name, and where there is no shape."""
     sizes: dict[str, tuple[int, ...]] = {}
     for part in filter(None, text.split(",")):
         match = SHAPE.fullmatch(part)
@@ -146,12 +148,13 @@ def normal_numbers(name: str, shape: Sequence[int], generator: torch.Generator) 
 def _from_function(
     make: Callable[..., object], function: Callable[..., object], seed: int
 ) -> list[Arguments]:
-    """Returns the calls that a function of inputs gives for a seed: several for a list of
-    tuples, else one. The function gets the seed as its parameter
-    `seed`, or as its only one without a default. PyTorch's generators are seeded for it
-    and restored afterwards, those of CUDA only where CUDA was in use. Raises UsageError
-    where the function raises an exception or SystemExit, needs several arguments, or
-    returns None, a text, bytes, an iterator, a coroutine or an empty list."""
+    """Returns the calls that a function of inputs gives for a seed: several for a list
+    that has tuples alone, else one. The function gets the seed as its parameter `seed`,
+    or as its only one without a default, or not at all where all have defaults. PyTorch's
+    generators are seeded for it and restored afterwards, those of CUDA only where CUDA
+    was in use. Raises UsageError where the function raises an exception or SystemExit,
+    needs several arguments, or returns None, a text, bytes, an iterator, a coroutine or
+    an empty list."""
     with torch.random.fork_rng(devices=cuda_devices()):
         torch.manual_seed(seed)
         arguments = _seed_for(make, seed)
@@ -182,9 +185,9 @@ def cuda_devices() -> Sequence[int]:
 
 def _seed_for(make: Callable[..., object], seed: int) -> dict[str, int]:
     """Returns the keyword arguments that hand a seed to `make`: for its parameter `seed`,
-    else for its only parameter without a default. Empty where all parameters have a
-    default, and where the signature cannot be read. Raises UsageError for several without
-    a default, `seed` not among them."""
+    else for its only parameter without a default; parameters that take no keyword do not
+    count. Empty where all parameters have a default, and where the signature cannot be
+    read. Raises UsageError for several without a default, `seed` not among them."""
     parameters = parameters_of(make) or {}
     if "seed" in parameters:
         return {"seed": seed}
@@ -232,9 +235,9 @@ def trivial(arguments: Arguments) -> list[str]:
 
 
 def redrawn(arguments: Arguments, names: Sequence[str], seed: int) -> Arguments:
-    """Returns the arguments with every element of the tensors in `names` moved by a
-    uniform number from -1/2 to 1/2, in the same dtype and on the same device; the others
-    as they are."""
+    """Returns the arguments with every element of the tensors in `names`, real
+    floating-point ones, moved by a uniform number from -1/2 to 1/2, in the same dtype and
+    on the same device; the others as they are."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(name: str, x: Tensor) -> Tensor:

@@ -61,9 +61,10 @@ class Judge:
         """Returns what an implementation's tensor `x` is judged by. That is this judge,
         or for a doubtful tensor the `closer` one, since what four runs show of an element
         is luck. A tensor is doubtful that exceeds a limit, also one that is not judged
-        then since the reference is no yardstick; that differs in an integer; or that is
-        not finite where the exact result is (or the reverse). This judge also for
-        None and where there are no further runs. Raises what the reference raises."""
+        then since the reference is no yardstick; that differs in an integer; or that has
+        an element of another kind (finite, inf, -inf, NaN) than the exact result and all
+        runs. This judge also for None and where there are no further runs. Raises what
+        the reference raises."""
         if x is None or self.further is None:
             return self
         doubtful = bool(self.nonfinite(x)[0])
@@ -201,7 +202,7 @@ class FunctionCall:
         """Returns the form of each tensor in the first draw that has numbers, by name:
         outputs, then arguments written into (not with `outputs_only`, where there is an
         output), then gradients. Raises what the reference raises, and MeasurementError
-        where it returns no numbers and writes none."""
+        where none of these outputs and written arguments has numbers."""
         forms = {name: x for name, x in self.all_forms.items() if math.prod(x.shape)}
         if not any(name not in self.draws[0].plain.gradients for name in forms):
             empty = ", ".join(f"{n} {list(x.shape)}" for n, x in self.all_forms.items())
@@ -226,7 +227,8 @@ class FunctionCall:
     @cached_property
     def judges(self) -> dict[str, Judge]:
         """Returns what each tensor is judged by, by name. Raises what the reference
-        raises on the call's own arguments, Unsupported for what has no exact result, and
+        raises on the call's own arguments, Unsupported for what has no exact result,
+        MeasurementError where no output and no written argument has numbers, and
         UsageError for a dtype of no format."""
         truths = [draw.truth for draw in self.draws]
         moved = [
@@ -278,8 +280,9 @@ class FunctionCall:
         self, name: str, truth: Tensor, errors: Errors | None
     ) -> float | None:
         """Returns how many times larger the rms error of a tensor is in the run that
-        rounds to nearest than in one by the formula's own operations; None for integers
-        and where PyTorch's kernels compute by the formula."""
+        rounds to nearest than in one by the formula's own operations, at most LARGEST.
+        None for integers, where PyTorch's kernels compute by the formula, and where the
+        run by the formula lacks the tensor."""
         runs = [draw.by_formula for draw in self.draws]
         by_formula = _distance(name, truth, [x for x in runs if x is not None], errors)
         if by_formula is None or errors is None:
@@ -314,9 +317,9 @@ class FunctionCall:
         """Returns the call as it is to be judged beside `run`. It changes for a reference
         that returns float64 where none of its arguments and parameters is float64, and
         says so what is exact. An output that the run returns in float32, or in the dtype
-        of the first floating-point argument, is then held to what the reference's
-        operations err in float32, and to that dtype. The same call where nothing changes.
-        Raises what the reference raises."""
+        of the first floating-point parameter or argument, is then held to what the
+        reference's operations err in float32, and to that dtype. The same call where
+        nothing changes. Raises what the reference raises."""
         first = self.draws[0]
         dtypes = [x.dtype for x in first.inputs.values() if x.is_floating_point()]
         if torch.float64 in dtypes or not dtypes:
@@ -357,13 +360,14 @@ class FunctionCall:
     def tensors_of(
         self, runs: Sequence[FunctionRun]
     ) -> tuple[dict[str, Tensor | None], dict[str, str]]:
-        """Returns an implementation's tensors over all draws, and in words what is wrong,
-        both by name. A tensor is None where a draw lacks it, has another shape, or
-        numbers of another kind (integers, real or complex ones); another dtype of the
-        same kind is wrong, but compared. Without another fault the first tensor is blamed
-        for the whole run: for what a run did besides computing (`FunctionRun.misdeeds`),
-        for a fault of a tensor without numbers, or for outputs that the reference lacks.
-        `runs`: one for each draw."""
+        """Returns an implementation's tensors over all draws, of those in `forms`, and in
+        words what is wrong, both by name. A tensor is None where a draw lacks it, has
+        another shape, or numbers of another kind (integers, real or complex ones).
+        Another dtype of the same kind, another device, and strides that are not
+        contiguous as the reference's are wrong, but compared. Without another fault the
+        first tensor is blamed for the whole run: for what a run did besides computing
+        (`FunctionRun.misdeeds`), for a fault of a tensor without numbers, or for outputs
+        that the reference lacks. `runs`: one for each draw."""
         wrong: dict[str, str] = {}
         first = next(iter(self.forms))
         plain = [draw.plain for draw in self.draws]

@@ -108,8 +108,8 @@ class NumberInUse:
 
     def others(self) -> list[float]:
         """Returns the numbers that may stand in its place, each once, finite and other
-        than itself: multiples by TIMES, and powers of ten (DECADES) for one from 0 to
-        LARGEST_EPS."""
+        than itself: multiples by TIMES, and powers of ten (DECADES) for one above 0 and
+        at most LARGEST_EPS."""
         others = [self.value * times for times in TIMES]
         if 0 < self.value <= LARGEST_EPS:
             others += DECADES
@@ -118,10 +118,10 @@ class NumberInUse:
 
 
 def numbers_of(reference: FunctionReference) -> Iterator[NumberInUse]:
-    """Yields the numbers that the reference computes with, once each: first those that
-    its operators read, in that order, then the defaults of its operators' arguments that
-    are not in UNNAMED. 0 and numbers that are not finite are left out; nothing where the
-    reference raises. It is run once."""
+    """Yields the numbers that the reference computes with. First come those that its
+    operators read, each once, in that order; those that are not finite are left out. Then
+    come the defaults of its operators' arguments, each argument once, but for those in
+    UNNAMED. 0 is left out; nothing where the reference raises. It is run once."""
     read, notes = OtherNumber(), Notes()
     try:
         reference.computed(read, within=OtherOperations(notes))
@@ -152,9 +152,9 @@ def _template(
     value: float, func: OpOverload, options: Mapping[str, object], names: set[str]
 ) -> str:
     """Returns the template, with `{other}` and `{value}`, of a clause on another number:
-    `eps is {other} in place of {value}` by the name of the reference's only option of
-    that value, else by the only name of the operators' arguments that it comes as
-    (`names`), else by what the operator does."""
+    `eps is {other} in place of {value}` by the name of the reference's only float option
+    of that value, else by the only name of the operators' arguments that it comes as
+    (`names`), if that is not in UNNAMED, else by what the operator does."""
     of_reference = [n for n, x in options.items() if isinstance(x, float) and x == value]
     if len(of_reference) == 1:
         return f"{of_reference[0]} is {{other}} in place of {{value}}"

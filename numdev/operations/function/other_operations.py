@@ -187,8 +187,9 @@ def with_argument(
 def left_out(operation: OperatorCall, argument: int = 0) -> object:
     """Returns an argument, by its place, in place of an operation's result: a copy, cast
     to the result's dtype. For an operator that writes into its first argument it returns
-    the argument itself. NotImplemented for a view, for an argument that is no
-    floating-point tensor, and where the result has another shape."""
+    the argument itself. NotImplemented for a view, where there is no such argument or it
+    is no floating-point tensor, where the result is none or is the argument itself, and
+    where the result has another shape."""
     if operation.func.is_view or len(operation.args) <= argument:
         return NotImplemented
     x = operation.args[argument]
@@ -211,12 +212,12 @@ Cut = Callable[[int], int]
 
 def shorter(operation: OperatorCall, cut: Cut, *, counts: bool = True) -> object:
     """Returns what a matrix product, reduction, softmax, norm or convolution gives
-    without some of its terms; NotImplemented for another operation, a transposed or
-    grouped convolution, and where none or all of the terms would go. `cut`: a function of
-    the number of terms, which returns how many go: above 0 the last ones, below 0 the
-    first ones. A softmax keeps its width, with 0 for the terms that went. `counts`:
-    whether the result of `mean` is divided by the number of those that stay; it has no
-    effect on norms."""
+    without some of its terms. NotImplemented for another operation, a transposed or
+    grouped convolution, a batch norm that takes running statistics, and where none or all
+    of the terms would go. `cut`: a function of the number of terms, which returns how
+    many go: above 0 the last ones, below 0 the first ones. A softmax keeps its width,
+    with the weight 0 for the terms that went. `counts`: whether the result of `mean` is
+    divided by the number of those that stay; it has no effect on norms."""
     name = operation.name
     if name in PRODUCTS:
         return _shorter_product(operation, cut)
@@ -390,15 +391,16 @@ def _affine(operation: OperatorCall, name: str) -> Tensor | None:
 
 
 def rounded(x: Tensor, fmt: Format) -> Tensor:
-    """Returns a floating-point tensor of an exact run rounded once, to nearest, to a
-    format, under its own dtype."""
+    """Returns a real floating-point tensor of an exact run rounded once, to nearest, to a
+    format, as a `Wide` tensor under its own dtype. Raises UsageError for a complex
+    one."""
     with _disable_current_modes():  # rounding is no operation of the run
         return Wide.of(round_to(widened(x), fmt), x.dtype)
 
 
 def truncated(x: Tensor, fmt: Format) -> Tensor:
-    """Returns a tensor of an exact run without the bits that a format has no room for,
-    towards 0, under its own dtype, as tensor cores read float32 values in TF32.
+    """Returns a real tensor of an exact run without the bits that a format has no room
+    for, towards 0, under its own dtype, as tensor cores read float32 values in TF32.
     Infinities and NaN stay. The format must have the exponents of the values: its range
     is not looked at."""
     with _disable_current_modes():
@@ -431,7 +433,7 @@ def narrow_factors(
 def rounded_result(operation: OperatorCall, fmt: Format) -> object:
     """Returns an operation's floating-point result rounded to a format; NotImplemented
     for a view, for an operation that writes, and for a result that is no floating-point
-    tensor."""
+    tensor. Raises UsageError for a complex one."""
     if operation.func.is_view or operation.func._schema.is_mutable:
         return NotImplemented
     result = operation.result()

@@ -64,9 +64,9 @@ def simplest_references(reference: FunctionReference) -> Iterator[OtherReference
 
 
 def other_references(reference: FunctionReference) -> Iterator[OtherReference]:
-    """Yields functions made from the reference, but for those with other numbers. Runs
-    the reference once, on its own arguments, to learn its operators; where that raises,
-    operators that it did not reach are left out."""
+    """Yields functions made from the reference, but for those of `simplest_references`
+    and those with other numbers. Runs the reference once, on its own arguments, to learn
+    its operators; where that raises, operators that it did not reach are left out."""
     calls = calls_of_operators(reference)
     yield from _of_other_sums(reference, calls)
     yield from references_of_other_inputs(reference)
@@ -197,9 +197,9 @@ def _other_values(name: str, x: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _of_other_parameters(reference: FunctionReference) -> Iterator[OtherReference]:
-    """Yields the reference with each floating-point parameter and buffer of a module
-    filled with 0 and with 1, in a copy, where it is not that already; nothing where the
-    reference is no module itself."""
+    """Yields the reference with each floating-point parameter and persistent buffer of a
+    module filled with 0 and with 1, in a copy, where it is not that already; nothing
+    where the reference is no module itself."""
     module = reference.function
     if not isinstance(module, nn.Module):
         return
@@ -296,8 +296,9 @@ def _of_other_sums(
     reference: FunctionReference, calls: Mapping[str, int]
 ) -> Iterator[OtherReference]:
     """Yields the reference with sums without some of their terms, for each of `cuts`: all
-    sums at once (a mean may divide by all terms or by those that stay), then each
-    operator's alone. Nothing where the reference calls no operator of SUMS."""
+    sums at once (a mean may divide by all terms or by those that stay), then, where it
+    calls several operators of SUMS, each one's alone. Nothing where the reference calls
+    none of these."""
     if not SUMS & calls.keys():
         return
 
@@ -349,9 +350,10 @@ def narrow_formats(dtype: torch.dtype) -> list[Format]:
 def _of_narrow_operations(
     reference: FunctionReference, calls: Mapping[str, int]
 ) -> Iterator[OtherReference]:
-    """Yields the reference with factors of products in narrower formats; with sums that
-    are rounded to 16 bits block by block; with all operations rounded to a narrower
-    format, then each operator alone."""
+    """Yields the reference with factors of products in other formats; with sums that are
+    rounded to 16 bits block by block; with all operations rounded to another format, then
+    each operator alone. The formats are `narrow_formats` of the first real floating-point
+    argument's dtype, of float32 without one."""
     dtypes = [x.dtype for x in reference.arguments.leaves().values()]
     floats = [dtype for dtype in dtypes if dtype.is_floating_point]
     dtype = floats[0] if floats else torch.float32

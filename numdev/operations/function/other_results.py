@@ -42,10 +42,10 @@ def other_results(
 ) -> Iterator[OtherResult]:
     """Yields what may stand in place of an output: the exact result changed, the exact
     result of an earlier call, and arguments of the same shape, fp64 of its shape. Of an
-    output `x` that is 0 wherever it is finite only 0 itself is yielded. `name`: of an
-    output that the reference has; `x`: fp64; `earlier`: exact results of another call, by
-    name; `floor`: the rms error of the exact result rounded once. Raises what the
-    reference raises."""
+    output `x` that is 0 wherever it and the exact result are finite only 0 itself is
+    yielded. `name`: of an output that the reference has; `x`: fp64; `earlier`: exact
+    results of another call, by name; `floor`: the rms error of the exact result rounded
+    once. Raises what the reference raises."""
     truth = reference.truth[name]
     finite = truth.isfinite() & x.isfinite()
     t, o = (torch.where(finite, y, 0.0) for y in (truth, x))
@@ -101,8 +101,8 @@ def _in_few_digits(value: float, power: float, left: float, enough: float) -> fl
 
 def _rearranged(truth: Tensor) -> Iterator[OtherResult]:
     """Yields the exact result averaged, shifted, reversed or constant along an axis, and
-    with axes exchanged, in its shape or in memory. Axes of one place are passed over; of
-    a scalar nothing is yielded."""
+    with axes exchanged, in its shape or in memory. Axes of fewer than two places are
+    passed over, but for the mean along the last; of a scalar nothing is yielded."""
     if truth.ndim:
         yield OtherResult("it is the mean along its last axis", mean_along_last(truth))
     for axis in range(truth.ndim):
@@ -180,9 +180,11 @@ def _other_tiles(x: Tensor, truth: Tensor) -> Iterator[OtherResult]:
 
 def _with_others(entries: Tensor, out: Tensor, noun: str) -> OtherResult | None:
     """Returns exact entries [n, width], flattened, in which those that err are replaced
-    by the nearest other exact entry or 0. `is_effect` where all are replaced by 0 and
-    they are not the last ones. None for fewer than two entries, where none errs FAR times
-    as the median does, or more than MAX_ENTRIES do. What is not finite counts as 0.
+    by the nearest other exact entry or 0. Where one that errs is all 0 in the output,
+    others that are and should not be count as such. `is_effect` where all are replaced by
+    0 and they are not the last ones. None for fewer than two entries, where none errs FAR
+    times as the median does, or more than MAX_ENTRIES do, and for entries of fewer than
+    LEAST_WIDTH numbers unless those in the output are 0. What is not finite counts as 0.
     `out`: the output's entries; `noun`: what one is called."""
     if len(entries) < 2:
         return None

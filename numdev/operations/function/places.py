@@ -15,12 +15,12 @@ LEAST_PLACES = 4  # of an axis, below which most of them say nothing
 
 def places_that_err(output: Tensor, errors: Errors) -> str | None:
     """Returns in words which places of one axis err: `row 3 of axis 0`, `every 16th place
-    from 15 of axis 1`. The places are at most half of the axis, one after another or
-    evenly spread, and have at least NEARLY_ALL of the squared error. Of several such axes
-    the one whose places have most of it is named. None where no axis has such places, as
-    where all err; axes of fewer than LEAST_PLACES places are not looked at. `output`:
-    fp64, of the truth's shape; an element that is not finite counts as without an
-    error."""
+    from 15 of axis 1`, of two that are no neighbours `2 rows, the first 2, the last 9 of
+    axis 0`. The places are at most half of the axis, one after another or evenly spread,
+    and have at least NEARLY_ALL of the squared error. Of several such axes the one whose
+    places have most of it is named. None where no axis has such places, as where all err;
+    axes of fewer than LEAST_PLACES places are not looked at. `output`: fp64, of the
+    truth's shape; an element that is not finite counts as without an error."""
     error = torch.where(errors.usable & output.isfinite(), output - errors.truth, 0.0)
     allowed = torch.maximum(errors.mean_square, errors.allowed_plain)
     total = error.square().sum()
@@ -40,8 +40,8 @@ def places_that_err(output: Tensor, errors: Errors) -> str | None:
 
 def _bad_places(error: Tensor, allowed: Tensor, axis: int) -> Tensor:
     """Returns the places of an axis, ascending, int64, whose rms error is more than
-    BEYOND times what is allowed for them (a mean square), and more than BEYOND times the
-    median place's ratio of the two."""
+    BEYOND times the allowed one, and more than BEYOND times the median place's ratio of
+    the two. `allowed`: mean squares, of the shape of `error`."""
     others = [i for i in range(error.ndim) if i != axis]
     allowed = allowed.clamp_min(1e-300)
     square, limit = (x.sum(others) if others else x for x in (error.square(), allowed))

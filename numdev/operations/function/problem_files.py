@@ -140,8 +140,8 @@ def module_of(path: Path) -> ModuleType:
 
 
 def forms_of(module: nn.Module) -> dict[str, list[int]]:
-    """Returns the shapes of a module's parameters and buffers, by their names in its
-    state."""
+    """Returns the shapes of a module's parameters and persistent buffers, by their names
+    in its state."""
     return {name: list(x.shape) for name, x in module.state_dict().items()}
 
 

@@ -336,8 +336,8 @@ def _serve_and_exit(run: RunWork, task: int, answer: int) -> None:
 
 
 def _as_message(answers: Sequence[Answer]) -> Message:
-    """Returns the header, one mapping for each answer that JSON can hold, and the tensors
-    that it names, in its order."""
+    """Returns the header, which JSON can hold, with one mapping for each answer, and the
+    tensors that it names, in its order."""
     header: list[dict[str, object]] = []
     tensors: list[Tensor] = []
     for answer in answers:

@@ -92,8 +92,8 @@ class FunctionReference:
     @property
     def inputs(self) -> Values:
         """Returns the inputs of the call by name, as they were given: parameters and
-        persistent buffers, then arguments (a tensor that comes twice once, by its first
-        name); of a name that both have, the argument."""
+        persistent buffers, then arguments (of these a tensor that comes twice once, by
+        its first name); of a name that both have, the argument."""
         return {**parameters_of_module(self.function), **self.arguments.leaves()}
 
     @cached_property
@@ -236,12 +236,12 @@ class FunctionReference:
         *,
         backward: bool | None = None,
     ) -> Values:
-        """Returns the results of a run, rounded as `rounding` says, by name: outputs,
-        arguments that are written into, and with `backward` gradients. Written arguments
-        and gradients that `plain` lacks are left out. `arguments`, `cotangents`,
-        `backward`: None takes the call's own. `within`: a context, such as a dispatch
-        mode, in which the run's operations pass first. Raises what the reference raises,
-        and Unsupported for what has no exact result."""
+        """Returns the results of a run, rounded as `rounding` says, by name: outputs, the
+        arguments that `plain` wrote into, and with `backward` those gradients that
+        `plain` has. `arguments`, `cotangents`, `backward`: None takes the call's own.
+        `within`: a context, such as a dispatch mode, in which the run's operations pass
+        first. Raises what the reference raises, and Unsupported for what has no exact
+        result."""
         backward = self.backward if backward is None else backward
         inputs = (arguments or self.arguments).copied(gradients=backward)
         cotangents = (cotangents or self.cotangents) if backward else None

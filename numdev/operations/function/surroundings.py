@@ -90,8 +90,8 @@ class Surroundings:
 def uninitialised_is_nan() -> Iterator[None]:
     """Returns a context in which memory that PyTorch allocates and nobody writes into
     holds NaN (of integers the largest number), so that an output that a kernel leaves
-    unwritten is seen. Operations that are not deterministic run as ever, with PyTorch's
-    warning."""
+    unwritten is seen. In it operations run by deterministic algorithms where PyTorch has
+    them, else as ever, with PyTorch's warning."""
     was_on = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     # The public function of the same name loads PyTorch's compiler, for seconds

@@ -62,8 +62,9 @@ class TaskFolder:
 
     @classmethod
     def read(cls, path: Path) -> TaskFolder:
-        """Reads the task of a folder. Raises UsageError where it has no `task.yml` with a
-        list of tests, where a file is missing or cannot be read, and for a task of
+        """Reads the task of a folder. Its tests are those of `task.yml`, or the
+        benchmarks where there are none. Raises UsageError where it has no `task.yml` with
+        a list of either, where a file is missing or cannot be read, and for a task of
         several GPUs, of another language than Python, or whose outputs are judged by
         their properties."""
         text = path / "task.yml"
@@ -98,7 +99,7 @@ class TaskFolder:
 
     def by_size(self) -> list[Sizes]:
         """Returns the tests, the smallest first, by the product of their whole numbers
-        without the seed."""
+        above 0 without the seed."""
         return sorted(self.tests, key=_size)
 
     def with_sizes(self, text: str) -> Sizes:
@@ -173,9 +174,11 @@ class ImportedTask:
     def chosen(self, shapes: str, device: str) -> tuple[list[Sizes], list[str]]:
         """Returns the tests that a check runs, the smallest first, at most MOST_TESTS,
         and a sentence on those that do not run, if there are any. With `shapes`
-        (`m=64,n=32`) it returns that call alone. A test is too large beyond LARGEST
-        numbers in its inputs, or beyond TOGETHER with those before it; inputs are made to
-        be counted. Raises UsageError where the smallest test is too large."""
+        (`m=64,n=32`) it returns that call alone. The smallest test is too large beyond
+        LARGEST numbers in its inputs. Another is too large where it may have so many, by
+        the square of its size, or has more than TOGETHER with those before it; none after
+        it runs. Inputs are made to be counted. Raises UsageError where the smallest test
+        is too large, for wrong `shapes`, and where `generate_input` raises."""
         if shapes:
             return [self.folder.with_sizes(shapes)], []
         kind = "cuda" if device.startswith("cuda") else "cpu"
@@ -207,8 +210,8 @@ class ImportedTask:
         ]
 
     def calls(self, chosen: Sequence[Sizes]) -> Make:
-        """Returns a function that makes the calls of a seed, one for each of the
-        sizes."""
+        """Returns a function that makes the calls of a seed, one for each of the sizes.
+        That raises UsageError where `generate_input` raises."""
         return lambda seed: [self.inputs(sizes, seed) for sizes in chosen]
 
 
@@ -233,8 +236,8 @@ def _numbers(arguments: Arguments) -> int:
 
 def _files(path: Path, listed: Sequence[_TaskFile]) -> Iterator[tuple[str, Path]]:
     """Yields the names of a task's files with their paths: the `.py` files of its folder
-    by name, then those that `task.yml` lists, but for the submission's. Raises UsageError
-    for a listed file that is not there, or whose name has a folder."""
+    by name, then those that `task.yml` lists with a source, but for the submission's.
+    Raises UsageError for a listed file that is not there, or whose name has a folder."""
     for file in sorted(path.glob("*.py")):
         if file.is_file():
             yield file.name, file

@@ -102,7 +102,8 @@ def _along(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
 def _product(first: int) -> Callable[[OpOverload, Arguments, Tensor], Terms]:
     """Returns a function that returns the terms of a product of matrices or vectors.
     `first`: the index of the left factor among the operator's arguments; the right factor
-    is the next one. An addend before them is not among the terms."""
+    is the next one. An addend before them is not among the terms, and a factor `alpha`
+    counts as 1."""
 
     def terms(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
         """Returns the terms of the product: as many as the left factor's last axis is

@@ -77,9 +77,10 @@ class Arguments:
         return Arguments(positional=positional, named=named, names=self.names)
 
     def copied(self, *, gradients: bool) -> Arguments:
-        """Returns arguments whose tensors are copies in memory of their own, with the
-        same strides, apart from autograd. With `gradients` all floating-point ones, real
-        or complex, require a gradient; without, none does."""
+        """Returns arguments whose tensors are copies in memory of their own, apart from
+        autograd, with the same strides where no two elements of a tensor share memory.
+        With `gradients` all floating-point ones, real or complex, require a gradient;
+        without, none does."""
 
         def copy(name: str, x: Tensor) -> Tensor:
             """Returns a copy of a tensor, apart from autograd."""
@@ -117,16 +118,17 @@ def parameters_of(function: Callable[..., object]) -> tuple[str, ...]:
 
 def outputs_of(output: object) -> Values:
     """Returns the tensors of what a function returned by name, in order: one that is
-    returned by itself is `output`, one in a tuple, list, mapping or dataclass has its
-    path in the name (`output_0`, `output_loss`). A tensor that is returned twice has two
-    names, as if it were a copy. What is no tensor is left out; empty without tensors."""
+    returned by itself is `output`, one in a tuple, list, dict or dataclass has its path
+    in the name (`output_0`, `output_loss`). A tensor that is returned twice has two
+    names, as if it were a copy. What is no tensor is left out, and so is what other
+    objects hold, as a mapping that PyTorch does not look into; empty without tensors."""
     return _named(_flat(opened(output), OUTPUT))
 
 
 def opened(tree: object) -> object:
     """Returns a tree in which a mapping of its fields by name stands for each dataclass,
     also for one inside another; PyTorch does not look into dataclasses. A dataclass's
-    type stays."""
+    type, where it stands in the tree itself, stays."""
 
     def fields_of(x: object) -> object:
         """Returns the fields of a dataclass by name, opened too; anything else as it
@@ -168,9 +170,9 @@ def _named(pairs: Iterable[tuple[str, object]]) -> Values:
 
 def identifier(path: str) -> str:
     """Returns a path in a tree as a name: `output_0_loss` for `output[0]['loss']`. It
-    keeps ASCII letters, digits and dots, has one `_` for each run of anything else, none
-    at the end, and one before a first character that is no letter; it is cut to
-    LONGEST_NAME characters. Two paths may share one."""
+    keeps ASCII letters, digits and dots, has one `_` for each run of anything else, no
+    `_` or dot at either end, and then one `_` before a first character that is no letter;
+    it is cut to LONGEST_NAME characters. Two paths may share one."""
     words = re.sub(r"[^A-Za-z0-9.]+", "_", path).strip("_.")
     words = words if words[:1].isalpha() else f"_{words}"
     return words[:LONGEST_NAME]

@@ -81,7 +81,7 @@ def leaky(x: Tensor) -> Tensor:
 
 
 def cut_at_six(x: Tensor) -> Tensor:
-    """Returns x between 0 and 6."""
+    """Returns x, with 0 where it is below 0 and 6 where it is above 6."""
     return x.clamp(0, 6)
 
 
@@ -91,7 +91,7 @@ def quick_sigmoid(x: Tensor) -> Tensor:
 
 
 def plain_softplus(x: Tensor) -> Tensor:
-    """Returns log(1 + exp(x))."""
+    """Returns log(1 + exp(x)), infinite where exp(x) overflows."""
     return torch.log1p(torch.exp(x))
 
 
@@ -169,10 +169,11 @@ def _before_cubic(inner: Tensor) -> Tensor:
 
 def twins(calls: Mapping[str, int]) -> Iterator[tuple[str, Change]]:
     """Yields (words, change) for each twin of the operators in `calls`, in their order. A
-    change is of all calls of an operator at once. Then, whatever is in `calls`, comes the
-    change of comparisons, then other axes for the softmaxes and running sums in `calls`,
-    then, whatever is in `calls`, each flag; such a change does nothing where no call has
-    it. `calls`: how often each operator is called, by name."""
+    change is of all calls of an operator at once; an addition, subtraction, product or
+    quotient has a twin only where it is called once. Then, whatever is in `calls`, comes
+    the change of comparisons, then other axes for the softmaxes, running sums and running
+    products in `calls`, then, whatever is in `calls`, each flag; such a change does
+    nothing where no call has it. `calls`: how often each operator is called, by name."""
     for name in calls:
         for other, function in UNARY.get(name, {}).items():
             words = f"it computes {other} in place of {name}"
@@ -213,8 +214,8 @@ def _infinitive(name: str) -> str:
 
 
 def _along_other_axes(calls: Mapping[str, int]) -> Iterator[tuple[str, Change]]:
-    """Yields (words, change) for softmaxes and running sums along each of the axes 0 to
-    4."""
+    """Yields (words, change) for the softmaxes, running sums and running products in
+    `calls` along each of the axes 0 to 4."""
     for name in calls:
         for axis in range(5) if name in ALONG else ():
             what = name.removeprefix("_")
@@ -249,8 +250,9 @@ def _along(operation: OperatorCall, name: str, axis: int) -> object:
 
 
 def to_base_two(operation: OperatorCall) -> object:
-    """Returns a logarithm's result over ln 2, so that it is to base 2; the powers of e in
-    it stay. NotImplemented for an operator that is no logarithm."""
+    """Returns a natural logarithm's result over ln 2, so that it is to base 2; the powers
+    of e in it stay. NotImplemented for any operator but log, log1p, logsumexp and
+    log_softmax."""
     if operation.name not in ("log", "log1p", "logsumexp", "_log_softmax"):
         return NotImplemented
     return cast(Tensor, operation.result()) / LN_2
@@ -333,8 +335,8 @@ class EpsOutside:
 
     def __call__(self, operation: OperatorCall) -> object:
         """Returns the root of what a float was added to, plus the float, or its
-        reciprocal for rsqrt; for a sum its usual result. NotImplemented for a root of
-        anything else, and for other operators."""
+        reciprocal for rsqrt; for a sum with a float its usual result. NotImplemented for
+        a root of anything else, and for other operators."""
         if operation.name == "add" and isinstance(operation.args[1], float):
             before = operation.tensor(0).clone()
             result = cast(Tensor, operation.result())

@@ -37,8 +37,8 @@ class WrongKernel:
 
 def wrong_kernels(arguments: Arguments) -> list[WrongKernel]:
     """Returns COUNT wrong kernels for calls of these arguments; eight, those that change
-    outputs, where no argument is real floating-point. A kernel's `outputs` takes a call
-    and other data of the same shapes."""
+    outputs, where no argument is real floating-point and not empty. A kernel's `outputs`
+    takes a call and other data of the same shapes."""
     kernels = [
         WrongKernel(words=fault.words, outputs=partial(_of_outputs, change=fault.change))
         for fault in faults_of_outputs()
@@ -112,7 +112,8 @@ def _of_outputs(
     call: FunctionReference, others: Arguments, change: Callable[[Tensor], Tensor]
 ) -> Values:
     """Returns the reference's outputs by name as PyTorch runs it, each real
-    floating-point one changed, in its dtype. `others` is not used."""
+    floating-point one changed, in its dtype. `others` is not used. Raises what the
+    reference raises."""
     return {
         name: change(x).to(x.dtype) if x.is_floating_point() else x
         for name, x in call.plain.outputs.items()

@@ -318,10 +318,11 @@ class Errors:
     def beside(self, output: Tensor) -> Excess:
         """Returns how far an output, fp64 of the truth's shape, is beyond what is
         allowed. Where the reference is no yardstick, and the output errs by more than its
-        operations explain but by less than NOT_TOLD_FROM times the reference, there is
-        only `predicted`, and a `yardstick` below 1. Elements of the output that are not
-        finite count as without an error. Where no element is usable the result has no
-        numbers. Where too few are, it has no slice or no leans. `nulls` says why."""
+        operations explain but by less than NOT_TOLD_FROM times the reference, there are
+        only `predicted`, `effective` and a `yardstick` below 1. Elements of the output
+        that are not finite count as without an error. Where no element is usable the
+        result has no numbers. Where too few are, it has no slice or no leans. `nulls`
+        says why."""
         excess = self._beyond(output)
         is_beyond = excess.is_doubtful or excess.is_leaning
         if not is_beyond or self.is_yardstick:
