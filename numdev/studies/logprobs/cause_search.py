@@ -162,10 +162,11 @@ class CauseSearch:
     def _on_trial(
         self, kinds: Sequence[CauseKind]
     ) -> Iterator[tuple[CauseKind, Effects]]:
-        """Yields causes by the slope that may hide others, with their effects: at most
-        MOST_TRIED that are not named and cut the squared error by LEAST_CUT, the one that
-        cuts most first. Then a temperature as it is once the cause that cuts most, named
-        or not, is undone, if it cuts as much then. This search stays as it is."""
+        """Yields the causes that may hide others, with their effects: at most MOST_TRIED
+        that are not named, the one that cuts the squared error most first. Then a
+        temperature, as it is once the cause that cuts most, named or not, is undone; not
+        where that cause is the temperature. All are `by_slope`, not `in_part`, and cut
+        the squared error LEAST_CUT times or more. This search stays as it is."""
         tried = [
             (decide(rows), kind, effects)
             for kind, rows, effects in self._tried(kinds)

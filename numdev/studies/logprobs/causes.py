@@ -195,8 +195,8 @@ def forced(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
 
 def _is_forced(seen: Observed, d: np.ndarray) -> np.ndarray:
     """Returns where tokens of a sequence are forced, bool [n]: they count, value or
-    reference is exactly 0, and the error in `d` is larger than -FORCED. None where a
-    filter may have left them alone."""
+    reference is exactly 0, and the error in `d` is larger than -FORCED in size. No token
+    is where a filter may have left them alone."""
     zero = (seen.record.logprobs == 0) | (seen.reference == 0)
     sign: np.ndarray = seen.counts & zero & (np.abs(np.nan_to_num(d)) > -FORCED)
     if seen.exact is not None and seen.exact.likeliest[sign].all():
@@ -376,7 +376,7 @@ def _is_full(seen: Observed) -> bool:
 def slope_of_alternatives(sequences: Sequences) -> float | None:
     """Returns the slope of recorded alternatives' log-probabilities on the exact ones,
     each less its mean over the alternatives of a position: the inverse temperature over
-    that of the support. None where no position has two that differ."""
+    that of the support. None where no position has two alternatives, or all are equal."""
     sums = [_alternatives(seen) for seen in sequences]
     product, square = (math.fsum(each[i] for each in sums) for i in (0, 1))
     return product / square if square else None
@@ -482,7 +482,8 @@ def padded_vocabulary(sequences: Sequences, errors: Errors) -> Sequence[Effects]
 
 def instead_of(name: str) -> Callable[[Sequences, Errors], Sequence[Effects]]:
     """Returns the function that gives the effects of the cause `name`, whose exact values
-    were computed (`Observed.instead`), for each of its doses."""
+    were computed (`Observed.instead`), one for each of its doses that all sequences have.
+    The function takes at least one sequence."""
 
     def find(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
         """Returns the effects by dose; a dose that a sequence lacks is left out."""
@@ -795,7 +796,7 @@ class Decision(NamedTuple):
 
 def decide(rows: Sequence[CauseRow]) -> Decision:
     """Returns whether the cause of these rows is named, how many times less squared error
-    it leaves, and its slope; None where the decision needed no slope, or it is not
+    it leaves, and its slope. That is None where the decision needed none, or it is not
     finite. `rows`: at least one, all of one side and one cause, one for each sequence;
     nothing else is read. A side that errs as predicted, up to AT_PREDICTION, has no cause
     but those known by single tokens (`counted`). Raises KeyError for a cause that is none

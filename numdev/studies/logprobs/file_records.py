@@ -190,8 +190,8 @@ class FileRecord:
         """Returns `value`, a list, array or tensor that stands under `name`, as int64 of
         `depth` dimensions, of which the first has `length` (None: no matter). Raises
         MeasurementError for other shapes, for numbers below `least` or above `most`, and
-        for what is no integer: 3.0, true and NaN. An array may be the value itself, not a
-        copy."""
+        for what is no integer: 3.0, true and NaN; but in arrays within a list fractions
+        are cut off. An array may be the value itself, not a copy."""
         if isinstance(value, list | tuple):
             x = self._array(name, value, np.int64, frozenset([int]), depth)
         else:
@@ -269,8 +269,9 @@ class FileRecord:
         depth: int,
     ) -> np.ndarray:
         """Returns nested lists as an array of `depth` dimensions; all lists of one depth
-        must be as long. Raises MeasurementError for elements that are of none of `types`,
-        for whole numbers that `dtype` cannot hold, and beyond the budget."""
+        must be as long. Raises MeasurementError for lists that are not, for elements that
+        are of none of `types`, for whole numbers that `dtype` cannot hold, and beyond the
+        budget."""
         self.budget.spend(8 * len(values))
         if depth > 1:
             return self._stacked(name, values, dtype, types, depth)

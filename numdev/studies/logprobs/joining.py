@@ -171,10 +171,9 @@ class _Unpaired:
 
     def pair_parts(self) -> dict[int, PairPlace]:
         """Pairs sequences of which one is the beginning of the other, and was cut, or its
-        end, and is a response without its prompt. Of a beginning any partner will do:
-        what they share has one context. Of an end, the only one: where several could be,
-        it stays without one and goes into `ambiguous`. Returns the pairs by number in
-        a."""
+        end, as a response without its prompt is. Of a beginning any partner will do: what
+        they share has one context. Of an end, the only one: where several could be, it
+        stays without one and goes into `ambiguous`. Returns the pairs by number in a."""
         places = {}
         for part in PARTS if self.a and self.b else ():
             keys_of_a = _keys(self.of_a, self.a, part.step, part.prompt_of_a)
@@ -358,7 +357,7 @@ def _lacks_prompt_of(x: SequenceKey, y: SequenceKey, at_x: slice, at_y: slice) -
 
 def _completed(x: RecordedSequence, prompt: Integers) -> RecordedSequence:
     """Returns a sequence with a prompt before it, whose tokens do not count and have no
-    values."""
+    values. `x`: without positions, turns and lengths of a pack."""
     p = len(prompt)
     whole = replace(
         x,

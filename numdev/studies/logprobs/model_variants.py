@@ -202,7 +202,7 @@ def read_adapter(path: str) -> Adapter:
     module's name in the model; tensors that are no LoRA matrices are ignored. Raises
     UsageError where a file is missing or cannot be read, for another kind of adapter than
     LoRA of one rank, for a `lora_alpha` that is no finite number, and where there is no
-    LoRA matrix or one lacks its partner."""
+    LoRA matrix or one lacks a partner that fits it."""
     folder = Path(path)
     settings, weights = (
         folder / "adapter_config.json",

@@ -86,9 +86,10 @@ def _flat_rows(record: FileRecord, total: int | None) -> Iterator[FileRecord]:
 
 def _rectangle_rows(record: FileRecord, count: int) -> Iterator[FileRecord]:
     """Yields the record of each row, without the padding that lengths, or without these
-    an attention mask, mark. A field as wide as the row's tokens is cut as they are.
-    `count`: how many rows. Raises MeasurementError for a row that is no list, lengths
-    beyond the row's tokens, and an attention mask with gaps or without a 1."""
+    an attention mask, mark. A field as wide as the row's tokens is cut as they are; the
+    mask is left out. `count`: how many rows. Raises MeasurementError for a row that is no
+    list, for lengths below 1 or beyond the row's tokens, and for an attention mask with
+    gaps or without a 1."""
     name = next(filter(record.has, LENGTHS), "")
     lengths = record.integers(name, count, least=1, most=LARGEST) if name else None
     others = {key: value for key, value in record.fields.items() if key != name}
@@ -192,7 +193,7 @@ def shared_fields(record: FileRecord, ids: Integers) -> RecordedSequence:
 def _experts(record: FileRecord, n: int) -> Integers | None:
     """Returns the experts of each token and layer, int64 [n, layers, k], -1 where a token
     has none; None where the record has no experts. Raises MeasurementError for another
-    shape."""
+    shape, and for numbers below -1."""
     value = record.get("routed_experts")
     if value is None:
         return None
@@ -204,8 +205,8 @@ def settings_of(
 ) -> RecordedSettings:
     """Returns what a record says of how its values came about, with the values of
     `default` where it says nothing. A record with several versions of the weights says
-    nothing of the version. Raises MeasurementError for a field of another type or
-    range."""
+    nothing of the version. Raises MeasurementError for a field of another type or range,
+    and for a `logprobs_mode` that is none of MODES."""
     versions = versions_of(record, "weights_version")
     texts = {n: record.text(n) for n in ("dtype", "head", "logprobs_mode", "engine")}
     if (mode := texts["logprobs_mode"]) is not None and mode not in MODES:
@@ -347,8 +348,8 @@ def kept_sets(
 def _pack_lengths(record: FileRecord, n: int) -> Integers | None:
     """Returns the lengths of the sequences that are packed into one of n tokens: from
     `pack_ids` (a number a token, which changes where a sequence begins), else from
-    `seq_lens` or `sequence_lengths`. None where the record has neither. Raises
-    MeasurementError for lengths that do not sum to n."""
+    `seq_lens` or `sequence_lengths`. None where the record has none of these. Raises
+    MeasurementError for lengths that do not sum to n or are below 1."""
     packs = record.integers("pack_ids", n, least=-LARGEST, most=LARGEST)
     if packs is not None:
         starts = np.flatnonzero(np.diff(packs)) + 1

@@ -89,11 +89,12 @@ def read_sides(path: str | Path) -> tuple[Side, ...]:
     their sequences one record is in memory at a time; what was read of the others lies in
     a temporary file (`lazy_sequences`).
 
-    Raises UsageError for a path that does not exist or is none of the kinds in
-    `file_content.SUFFIXES`, and where a package is missing. Raises MeasurementError, in
-    one line with file and line or record, for what cannot be read: a damaged file, an
-    unknown or mixed layout, fields of a wrong type, length or range, no sequence, and
-    more than two sides."""
+    Raises UsageError for a path that is not there or is none of the kinds in
+    `file_content.SUFFIXES`, for a folder without such files, and where a package that
+    reads a file is missing. Raises MeasurementError, in one line with file and line or
+    record, for what cannot be read: a damaged file, an unknown or mixed layout, fields of
+    a wrong type, length or range, no sequence, and more than two sides. Raises OSError
+    where the disk of temporary files is full."""
     path = Path(path)
     files, notes = _files_of(path)
     reading = _Reading()
@@ -175,8 +176,8 @@ def _files_of(path: Path) -> tuple[list[Path], tuple[str, ...]]:
 
 
 def _is_readable(path: Path) -> bool:
-    """Whether a path is a file whose suffix is one of SUFFIXES, perhaps with one of
-    PACKED behind it, and whose name does not begin with a dot."""
+    """Whether a path is a file whose suffix, in any case, is one of SUFFIXES, perhaps
+    with one of PACKED behind it, and whose name does not begin with a dot."""
     name = path.name.lower()
     for packed in PACKED:
         name = name.removesuffix(packed)

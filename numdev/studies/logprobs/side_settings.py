@@ -26,10 +26,10 @@ COLDEST = 1e-4  # a temperature below which servers take the likeliest token
 
 def support_of(says: RecordedSettings, request: LogprobsRequest) -> Support:
     """Returns what a record's values are meant to be under: the temperature that it says,
-    else the request's, else 1; and a filter only where the request says one, or the
-    record says that its values are processed. Values that it says are raw are at
-    temperature 1, of all tokens. A temperature below COLDEST, which is greedy, counts as
-    1."""
+    else the request's, else 1. A temperature below COLDEST, which is greedy, counts as 1.
+    Each filter is the request's, else, where the record says that its values are
+    processed, the record's; else none. Values that the record says are raw are at
+    temperature 1, of all tokens, whatever the request says."""
     mode, temperature = says.logprobs_mode, says.temperature
     if mode == "raw_logprobs":
         return Support()
@@ -57,9 +57,10 @@ def _filter_of(says: RecordedSettings) -> Support:
 def supports_tried(
     settings: Sequence[RecordedSettings], request: LogprobsRequest
 ) -> list[Support]:
-    """Returns the filters that are tried on every record of a side: those that its
-    records say, that of the request, and the usual ones; each at the records'
-    temperature. Empty where the records' values are not all at one temperature."""
+    """Returns the filters that are tried on every record of a side, each once: those that
+    its records say, that of the request, and the usual ones; each at the records'
+    temperature. Empty where the records are not held to one and the same temperature, and
+    without records."""
     meant = [support_of(says, request) for says in settings]
     temperatures = {support.temperature for support in meant}
     if len(temperatures) != 1:

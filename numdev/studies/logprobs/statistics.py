@@ -74,7 +74,7 @@ def _mean(term: str) -> Callable[[Sums], float]:
 
 def _pearson(sums: Sums) -> float:
     """Returns the correlation of the two sides' probabilities; NaN where the variance of
-    one comes out as 0. Raises ZeroDivisionError without tokens."""
+    one comes out as 0 or less. Raises ZeroDivisionError without tokens."""
     n = sums["tokens"]
     a, b = sums["a"] / n, sums["b"] / n
     spread = (sums["aa"] / n - a * a) * (sums["bb"] / n - b * b)
@@ -156,8 +156,9 @@ def dashboard(
 
 
 def _sequence_sums(row: PairRow, clip: tuple[float, float]) -> dict[str, float]:
-    """Returns the terms of one sequence as a whole, by name. A product of e^700 or more
-    is infinite, and so is its square from e^700 on."""
+    """Returns the terms of one sequence as a whole, by name. A product of ratios of e^700
+    or more is infinite, and its square where the product is e^350 or more. The row has at
+    least one token."""
     total, n = row.sums["d"], row.sums["tokens"]
     product = math.exp(total) if total < 700 else math.inf
     square = math.exp(2 * total) if total < 350 else math.inf

@@ -113,13 +113,13 @@ def logprobs(
     open_model: Callable[[str], ExactModel] | None = None,
 ) -> LogprobsReport:  # fmt: skip
     """Returns the report on one side or two, judged by `rules` (None: the default ones).
-    `joined`: both sides' sequences in pairs, where there are two. `text_of`: the text of
-    a token id, where the worst tokens are to be shown as text. `open_model`: opens a
-    checkpoint, where it is not to be opened anew. Raises UsageError for no side or three,
-    for one without a model, for a format whose roundings cannot be predicted, and for a
-    second run (`repeat`) of other sequences. Raises MeasurementError for a system that
-    the rules do not hold for, and for a token that the model lacks; and what opening the
-    model raises."""
+    `joined`: both sides' sequences in pairs; None: no pair is compared. `text_of`: the
+    text of a token id, where the worst tokens are to be shown as text. `open_model`:
+    opens a checkpoint, where it is not to be opened anew; one with an adapter always is.
+    Raises UsageError for no side or three, for one without a model, for a format whose
+    roundings cannot be predicted, and for a second run (`repeat`) of other sequences.
+    Raises MeasurementError for a system that the rules do not hold for, for a token that
+    the model lacks, and where the model fails; and what opening the model raises."""
     rules, begun = rules or default_rules(), time.monotonic()
     system = System.probe(request.device)
     check_system(system.as_dict(), rules)
@@ -185,7 +185,8 @@ Key = tuple[str | None, bytes]
 
 
 def key_of(record: RecordedSequence) -> Key:
-    """Returns what a second run of a sequence shares with the first."""
+    """Returns the uid of a sequence and its tokens as bytes, which a second run shares
+    with the first."""
     return record.uid, record.token_ids.tobytes()
 
 
@@ -238,7 +239,8 @@ def text_of_tokens(checkpoint: str | None) -> Callable[[int], str]:
 
 
 def check_format(name: str, option: str) -> None:
-    """Raises UsageError for a format whose roundings cannot be predicted."""
+    """Raises UsageError, which says `option`, for a format whose roundings cannot be
+    predicted: a name that is not in FORMATS, be it another name of one."""
     if name not in FORMATS:
         raise UsageError(f"{option}: expected one of {', '.join(FORMATS)}, got {name!r}")
 
@@ -300,9 +302,9 @@ class LogprobsStudy:
         self, recipe: ProgramRecipe, sequences: Sequence[Observed]
     ) -> dict[str, dict[int, np.ndarray]]:
         """Returns by fix, and by the place of a sequence, the errors that are predicted
-        with it; for some sequences, evenly spread. Empty where no ratio is outside the
-        clip band, so that nothing is to be mended, and for a recipe without a fix. There
-        is a model."""
+        with it; for at most MOST_SEQUENCES of them, evenly spread. Empty where no ratio
+        is outside the clip band, so that nothing is to be mended, and for a recipe
+        without a fix. There is a model."""
         fixed: dict[str, dict[int, np.ndarray]] = {}
         is_clipped = any(
             outside(np.exp(s.errors[s.counts]), self.clip).any() for s in sequences
@@ -537,10 +539,10 @@ class LogprobsStudy:
         self, seen: Observed, fmt: str
     ) -> dict[tuple[str, str], np.ndarray]:
         """Returns the log-probabilities of a sequence, by cause and format, with a head
-        in a format that is narrower than is meant, after exact states: what it errs token
-        by token where the states are more exact than it, and how much where they are not.
-        Empty for a format that is as wide as is meant, and for one that is not narrower
-        than the states', unless it is theirs."""
+        in the format `fmt` of FORMATS, after exact states: what it errs token by token
+        where the states are more exact than it, and how much where they are not. Empty
+        for a format that is as wide as is meant, for one that is not narrower than the
+        states', unless it is theirs, and without a recipe or a support."""
         assert self.model is not None
         recipe, support = seen.recipe, seen.support
         if recipe is None or support is None:
@@ -586,8 +588,8 @@ class LogprobsStudy:
 
     def routing_remark(self, side: str, sequences: Sequence[Observed]) -> Iterator[str]:
         """Yields a sentence on how many of a side's recorded experts are not the exact
-        model's, or on why they cannot be replayed. None where a sequence recorded none,
-        and without a model."""
+        model's, or on why they cannot be replayed. Nothing where a sequence before that
+        recorded none, and without a model."""
         other = every = 0
         for record in (seen.record for seen in sequences):
             if record.routed_experts is None or self.model is None:
@@ -733,7 +735,8 @@ def routing_difference(joined: Joined | None) -> Iterator[str]:
 
 def repeat_remark(side: SideErrors) -> Iterator[str]:
     """Yields a sentence on how far two runs of a side differ, beside its predicted error;
-    none without a second run, and where no token has finite values in both."""
+    none without a second run, where no token has finite values in both, and where that
+    error is 0."""
     pairs = [
         (s.again[s.counts] - s.values[s.counts], s.predicted[s.counts])
         for s in side.sequences

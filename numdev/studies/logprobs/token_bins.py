@@ -23,8 +23,8 @@ By = Literal["position", "entropy", "probability"]
 def bins_of(side: str, sequences: Sequence[Observed]) -> Iterator[Bin]:
     """Yields the errors of one side by position, by entropy and by the exact probability
     of the token; in this order, from the lowest range up; ranges without a token are left
-    out. A range has its lower end; the last one by entropy, and by probability, has both.
-    Sequences without exact values are left out; the others need predicted errors. A
+    out. A range has its lower end, not its upper one; the last range of probabilities has
+    both. Sequences without exact values are left out; the others need predicted errors. A
     probability above 1 counts as 1, an entropy below 0 as 0."""
     edges: dict[By, tuple[float, ...]] = {
         "position": POSITIONS, "entropy": ENTROPIES, "probability": PROBABILITIES,

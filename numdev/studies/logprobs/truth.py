@@ -112,7 +112,8 @@ class ProgramRecipe(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Returns `bfloat16`, or `bfloat16 with a head in float32`."""
+        """Returns `bfloat16`, or `bfloat16 with a head in float32`. A head with as many
+        significant bits as the rest is left out."""
         differs = self.has_wider_head or self.has_narrower_head
         return f"{self.format} with a head in {self.head}" if differs else self.format
 
@@ -271,9 +272,9 @@ class ExactModel:
 
     def routing(self, token_ids: np.ndarray, k: int) -> Routing:
         """Returns the experts that the exact model chooses for token ids, int64 [n], `k`
-        for each token in a layer. Computed once for the same ids. Raises NotReplayed
-        where no layer chooses so many, and where layers have different numbers of
-        experts."""
+        for each token in a layer. Computed once for the same ids and `k`. Raises
+        NotReplayed where no layer chooses so many, and where layers have different
+        numbers of experts."""
         key = token_ids.tobytes(), k
         if key not in self._routings:
             subject = self._subject(FP64, "sdpa")
@@ -331,9 +332,10 @@ class ExactModel:
     ) -> Tensor:  # fmt: skip
         """Returns the logits, fp64 [n, vocabulary], where each operation is rounded to
         nearest by a recipe, with `experts` as `exact_logits` takes them. Where the head
-        alone is narrow, all before it is exact: it errs thousands of times less. Raises
-        MeasurementError for an id that the model has no token for, and where the model
-        fails or returns no logits; NotReplayed where `experts` do not fit it."""
+        is narrower than the rest, all before it is exact: it errs thousands of times
+        less. Where it is wider, the head is exact. Raises MeasurementError for an id that
+        the model has no token for, and where the model fails or returns no logits;
+        NotReplayed where `experts` do not fit it."""
         self._check_ids(token_ids)
         forced = self.forced_experts(token_ids, experts)
         variant = NARROW_HEAD if recipe.has_narrower_head else recipe.attention
