@@ -50,7 +50,7 @@ class CauseSearch:
     @property
     def noise(self) -> list[float]:
         """Returns by sequence the sum of the predicted error's square over tokens that
-        still count; 0 where none is predicted."""
+        still count, times `scale` squared; 0 where none is predicted."""
         return [
             0.0
             if seen.predicted is None
@@ -72,9 +72,10 @@ class CauseSearch:
         return square <= AT_PREDICTION**2 * sum(self.noise)
 
     def undo_all(self, kinds: list[CauseKind]) -> None:
-        """Undoes the causes that are named, one after another, MOST_CAUSES at most, and
-        adds the rows of every kind that can be tried, each once: of one that is named as
-        it was when it was undone, of all others as they are in the end."""
+        """Undoes the causes that are named, one after another, MOST_CAUSES at most, those
+        that are known by single tokens last. Adds to `rows` those of each kind once: of
+        one that is undone as it was then, of every other as it is in the end, if it can
+        be tried then. `kinds` stays as it is."""
         kinds = list(kinds)
         for _ in range(MOST_CAUSES):
             tried = self._tried(kinds)
@@ -100,7 +101,9 @@ class CauseSearch:
 
     def undo_hidden(self, kinds: list[CauseKind]) -> CauseSearch | None:
         """Returns a copy of this search with causes undone that hide each other, each of
-        which is named once the others are undone; None where there are none."""
+        which is named once the others are undone; None where there are none. Recorded
+        alternatives are left out of the copy where more is explained without them. This
+        search stays as it is."""
         best = self._undone_together(kinds)
         plain = self._without_alternatives()
         if plain is not None and (best is None or not best.at_prediction):
@@ -112,7 +115,7 @@ class CauseSearch:
 
     def _undone_together(self, kinds: list[CauseKind]) -> CauseSearch | None:
         """Returns a copy of this search with the first two causes or more undone that are
-        named together; None where there are none."""
+        named together; None where none of those that are tried are."""
         for kind, effects in self._on_trial(kinds):
             undone_both = self._undone_with(kind, effects, kinds)
             if undone_both is not None:
@@ -159,9 +162,11 @@ class CauseSearch:
     def _on_trial(
         self, kinds: Sequence[CauseKind]
     ) -> Iterator[tuple[CauseKind, Effects]]:
-        """Yields the causes that may hide others, with their effects, the one that takes
-        away most first: those that are not named; then a temperature as it is once the
-        first of the others is undone."""
+        """Yields the causes that may hide others, with their effects: at most MOST_TRIED
+        that are not named, the one that cuts the squared error most first. Then a
+        temperature, as it is once the cause that cuts most, named or not, is undone; not
+        where that cause is the temperature. All are `by_slope`, not `in_part`, and cut
+        the squared error LEAST_CUT times or more. This search stays as it is."""
         tried = [
             (decide(rows), kind, effects)
             for kind, rows, effects in self._tried(kinds)

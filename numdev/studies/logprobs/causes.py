@@ -133,9 +133,9 @@ class CauseKind(NamedTuple):
 
 def shifted(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
     """Returns one effect, over all sequences, of values that belong to the token before
-    or after, in the sequences that are far off and where a line through these fits
-    ALIGNED times better, and well; 0 in all others. A line, since another base or
-    temperature may come on top."""
+    or after; its dose says which. It is 0 in a sequence unless that is far off, has
+    FEWEST_TOKENS / 2 values to compare, and a line through the moved values fits well and
+    ALIGNED times better. A line, since another base or temperature may come on top."""
     steps, counts, names = [], [], set[str]()
     for seen, d in zip(sequences, errors, strict=True):
         step, count = 0, 0
@@ -176,24 +176,27 @@ def _moved(seen: Observed, d: np.ndarray, step: int) -> tuple[np.ndarray, np.nda
 
 
 def _scatter(y: np.ndarray, x: np.ndarray) -> float:
-    """Returns the share of the variance of y that a line in x does not explain: 1 - r²;
-    1 where either is constant."""
+    """Returns the share of the variance of y that a line in x does not explain: 1 - r²; 1
+    where either is constant, and where they are empty."""
     y, x = y - y.mean() if len(y) else y, x - x.mean() if len(x) else x
     squares = float((y * y).sum() * (x * x).sum())
     return 1 - float((x * y).sum()) ** 2 / squares if squares else 1.0
 
 
 def forced(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
-    """Returns the effect of tokens whose value is exactly 0 where the reference is below
-    FORCED, or the other way round: nobody sampled them, or they are masked. Undone they
-    have no value. Where the model is known, only in sequences in which one of them is not
-    the likeliest token: of that one a filter may have left it alone. Where both sides
-    recorded alternatives, only where these have some in common."""
+    """Returns one effect, of tokens that err by more than -FORCED where the recorded
+    value or the reference is exactly 0: nobody sampled them, or they are masked. Undone
+    they have no value; elsewhere the effect is 0. Where the model is known, only in
+    sequences in which one of them is not the likeliest token: of that one a filter may
+    have left it alone. Where both sides recorded alternatives, only tokens for which
+    these have some in common."""
     return [_of_signs("", Mapped(_is_forced, sequences, errors))]
 
 
 def _is_forced(seen: Observed, d: np.ndarray) -> np.ndarray:
-    """Returns where tokens of a sequence are forced, bool [n]."""
+    """Returns where tokens of a sequence are forced, bool [n]: they count, value or
+    reference is exactly 0, and the error in `d` is larger than -FORCED in size. No token
+    is where a filter may have left them alone."""
     zero = (seen.record.logprobs == 0) | (seen.reference == 0)
     sign: np.ndarray = seen.counts & zero & (np.abs(np.nan_to_num(d)) > -FORCED)
     if seen.exact is not None and seen.exact.likeliest[sign].all():
@@ -204,22 +207,24 @@ def _is_forced(seen: Observed, d: np.ndarray) -> np.ndarray:
 
 
 def _of_signs(dose: str, signs: Sequence[np.ndarray]) -> Effects:
-    """Returns the effects of tokens that have no value once they are undone. `signs`:
-    where they are, bool [n] each."""
+    """Returns the effects of tokens that have no value once they are undone: NaN at
+    these, 0 at others, and how many they are. `signs`: where they are, bool [n] each."""
     effects = Mapped(lambda sign: np.where(sign, np.nan, 0.0), signs)
     return Effects(dose, effects, counts=Mapped(lambda sign: int(sign.sum()), signs))
 
 
 def invented(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
-    """Returns the effects of tokens whose value no program computed: the last ones of
-    sequences, as an end of sequence that was appended, and those of one and the same
-    value, which was filled in. They are far off, and few; undone they have no value. A 0
-    is a forced token's."""
+    """Returns the effects of tokens whose value no program computed, one for each dose.
+    First that of the last token that counts in each sequence, as an end of sequence that
+    was appended. Then that of the value other than 0 that most tokens have, which was
+    filled in; without a model also by the other side's values. Only tokens that are far
+    off are meant: by more than -FORCED and TENFOLD times the median. Undone they have no
+    value. A 0 is a forced token's. `sequences`: at least one."""
     middle = median(Mapped(lambda d: np.abs(d[np.isfinite(d)]), errors))
     limit = math.inf if middle is None else max(-FORCED, TENFOLD * middle)
 
     def is_far(d: np.ndarray) -> np.ndarray:
-        """Returns where tokens are far off, bool [n]."""
+        """Returns where tokens are far off, bool [n]; not where an error is NaN."""
         with np.errstate(invalid="ignore"):
             return np.asarray(np.abs(d) > limit)
 
@@ -251,9 +256,9 @@ def invented(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
 
 def other_base(sequences: Sequences, errors: Errors) -> Iterator[Effects]:
     """Yields the effects of probabilities in place of their logarithms, of logarithms
-    with another sign, and of those to the bases 2 and 10. Beside another side, which may
-    itself be the one that has them, also the inverse of each. `sequences`: at least
-    one."""
+    with another sign, and of those to the bases 2 and 10. Beside another side also those
+    of its having probabilities, or another base, itself. A token that has no value then
+    is NaN. `sequences`: at least one; `errors` are not read."""
 
     def logarithm(values: np.ndarray) -> np.ndarray:
         """Returns ln of positive values; NaN for others."""
@@ -283,8 +288,9 @@ def other_base(sequences: Sequences, errors: Errors) -> Iterator[Effects]:
 
 def temperature(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
     """Returns the effect of another temperature, from the recorded alternatives by least
-    squares, and from the chosen tokens alone where there are none. Empty without exact
-    values of all tokens."""
+    squares, and from the chosen tokens alone where there are none. Empty where a sequence
+    has no exact values or is held to a filter, where no temperature fits best, and where
+    it would be below 0.25 or above 4. `sequences`: at least one."""
     usable = [seen for seen in sequences if seen.exact is not None]
     if len(usable) < len(sequences) or any(not _is_full(seen) for seen in sequences):
         return []
@@ -312,8 +318,9 @@ def temperature(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
 def other_temperature(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
     """Returns the effect of another temperature than the other side's, by the
     alternatives of both: a factor for all tokens, and at each position the constant that
-    its alternatives have besides, its normalisation's. Empty where one side recorded no
-    alternatives."""
+    its alternatives have besides, its normalisation's. NaN at a token without shared
+    alternatives. Empty where a side recorded no alternatives of some sequence, and where
+    their slope is not above 0."""
     if any(seen.shared is None for seen in sequences):
         return []
 
@@ -339,9 +346,11 @@ def other_temperature(sequences: Sequences, errors: Errors) -> Sequence[Effects]
 
 def other_normalisation(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
     """Returns the effect of a support with fewer tokens, or more, than the other side's:
-    by the alternatives of both, a constant at each position, of one sign at all of them;
-    the whole difference of a token that is certain on one side and has no alternative.
-    Zero where they have several; empty where one side recorded no alternatives."""
+    by the alternatives of both, a constant at each position; the whole difference of a
+    token that is certain on one side and has no shared alternative. The constants have
+    one sign, but for a share ONE_SIGN of their squares; else the effect is 0. NaN at
+    other tokens without shared alternatives. Empty where a side recorded no alternatives
+    of some sequence."""
     if any(seen.shared is None for seen in sequences):
         return []
 
@@ -360,14 +369,14 @@ def other_normalisation(sequences: Sequences, errors: Errors) -> Sequence[Effect
 
 
 def _is_full(seen: Observed) -> bool:
-    """Whether the reference of a sequence is under all tokens."""
+    """Whether the reference of a sequence is known to be under all tokens."""
     return seen.support is not None and seen.support.is_full
 
 
 def slope_of_alternatives(sequences: Sequences) -> float | None:
     """Returns the slope of recorded alternatives' log-probabilities on the exact ones,
     each less its mean over the alternatives of a position: the inverse temperature over
-    that of the support. None without alternatives."""
+    that of the support. None where no position has two alternatives, or all are equal."""
     sums = [_alternatives(seen) for seen in sequences]
     product, square = (math.fsum(each[i] for each in sums) for i in (0, 1))
     return product / square if square else None
@@ -376,7 +385,8 @@ def slope_of_alternatives(sequences: Sequences) -> float | None:
 def _alternatives(seen: Observed) -> tuple[float, float]:
     """Returns two sums over a sequence's recorded alternatives, of exact times recorded
     log-probability and of the exact one squared; both are taken less their means over the
-    alternatives of a position. 0 without alternatives."""
+    alternatives of a position. Positions with fewer than two finite ones are left out; 0
+    without any, and without exact values."""
     top, exact = seen.record.top_logprobs, seen.exact
     if top is None or exact is None or exact.top_logits is None or seen.support is None:
         return 0.0, 0.0
@@ -399,8 +409,9 @@ def _centred(values: np.ndarray, valid: np.ndarray) -> np.ndarray:
 
 def _chosen_slope(sequences: Sequences, errors: Errors) -> float | None:
     """Returns the inverse temperature, over the support's, at which exact
-    log-probabilities of the chosen tokens are nearest to the recorded ones; None where
-    that is the end of what can be tried."""
+    log-probabilities of the chosen tokens are nearest to the recorded ones. None where
+    that is an end of what can be tried, and where the supports' temperatures lie too far
+    apart for that. The sequences, at least one, have exact values and a support."""
 
     def squares(log_beta: float) -> float:
         """Returns the squared error at an inverse temperature."""
@@ -431,9 +442,10 @@ def _chosen_slope(sequences: Sequences, errors: Errors) -> float | None:
 
 def other_support(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
     """Returns the effects of values renormalised over the tokens that a filter keeps: of
-    the recorded kept tokens, and of every support whose mass is known. Where the
-    reference is itself under a filter, that of all tokens. Empty where none applies.
-    `sequences`: at least one."""
+    the recorded kept tokens, where all sequences have them, and of every support whose
+    mass is known of the first sequence, which all must have then. Where the references
+    are themselves under a filter, that of all tokens in place of these. Empty where none
+    applies. `sequences`: at least one."""
     tried: list[Effects] = []
     if all(s.exact is not None and s.exact.recorded_mass is not None for s in sequences):
         masses = [s.exact.recorded_mass for s in sequences if s.exact is not None]
@@ -470,7 +482,8 @@ def padded_vocabulary(sequences: Sequences, errors: Errors) -> Sequence[Effects]
 
 def instead_of(name: str) -> Callable[[Sequences, Errors], Sequence[Effects]]:
     """Returns the function that gives the effects of the cause `name`, whose exact values
-    were computed (`Observed.instead`), for each of its doses."""
+    were computed (`Observed.instead`), one for each of its doses that all sequences have.
+    The function takes at least one sequence."""
 
     def find(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
         """Returns the effects by dose; a dose that a sequence lacks is left out."""
@@ -485,8 +498,9 @@ def instead_of(name: str) -> Callable[[Sequences, Errors], Sequence[Effects]]:
 
 
 def other_experts(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
-    """Returns the effect of the experts that were recorded, where they are not those that
-    the exact model chooses. Empty where a sequence has none that fit the model."""
+    """Returns the effect of the experts that were recorded, in place of those that the
+    exact model chooses; its dose is the share that differs, which may be 0. Empty where a
+    sequence has none that fit the model."""
     every = [s.rerouted for s in sequences if s.rerouted is not None]
     if len(every) < len(sequences):
         return []
@@ -496,9 +510,9 @@ def other_experts(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
 
 
 def stored_in_16_bits(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
-    """Returns, where every value equals its own cast to bfloat16 or float16, what that
-    rounding errs: half a unit in the last place over the square root of 3, rms; else an
-    effect of 0."""
+    """Returns one effect: where every recorded value that counts has no more significant
+    bits than bfloat16, else than float16, what rounding to these errs, half a unit in the
+    last place over the square root of 3, rms. Else an effect of 0."""
     for dose, bits in GRID_BITS.items():
         # As recorded: other causes may be undone in `values`
         if all(_is_cast(s.record.logprobs[s.counts], bits) for s in sequences):
@@ -537,8 +551,8 @@ def _spacing(values: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _is_cast(values: np.ndarray, bits: int) -> bool:
-    """Whether all values have at most `bits` significant bits, with any exponent. True
-    without a value, False with NaN."""
+    """Whether all values have at most `bits` significant bits, with any exponent;
+    infinity has. True without a value, False with NaN."""
     mantissa = np.frexp(values)[0] * 2.0**bits
     return bool((mantissa == np.rint(mantissa)).all())
 
@@ -547,9 +561,9 @@ def share_on_grid(
     tops: Iterable[np.ndarray], temperatures: Sequence[float] = (1.0,)
 ) -> float | None:
     """Returns the share of differences between alternatives of a position, each from the
-    first, that are multiples of 2^-8 within float32's resolution, once they are
-    multiplied by a temperature: logits in bfloat16 of size 1/2 and more give 1, float32's
-    some 0.01. The largest over `temperatures`; None with fewer than FEWEST_TOKENS
+    first, that are multiples of 2^-8 (to 0.005 of that) once they are multiplied by a
+    temperature: logits in bfloat16 of size 1/2 and more give 1, float32's some 0.01. The
+    largest over `temperatures`, at least one; None with fewer than FEWEST_TOKENS finite
     differences. `tops`: float64 [n, k] each, NaN where there is none."""
     every, on_it = 0, dict.fromkeys(temperatures, 0)
     for top in tops:
@@ -566,7 +580,8 @@ def on_grid(sequences: Sequences, fmt: str) -> bool:
     """Whether the recorded alternatives say that logits are in a format of 16 bits: most
     of their differences, at the support's temperature or as they are, are multiples of
     the distance between its numbers at the smaller of the two exact logits. False with
-    fewer than FEWEST_TOKENS differences."""
+    fewer than FEWEST_TOKENS differences. `fmt`: a key of GRID_BITS; another raises
+    KeyError. `sequences`: at least one."""
     steps = [_steps(seen, GRID_BITS[fmt]) for seen in sequences]
     shares = []
     for of_side in zip(*steps, strict=True):
@@ -580,7 +595,8 @@ def on_grid(sequences: Sequences, fmt: str) -> bool:
 def _steps(seen: Observed, bits: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the differences of recorded alternatives from the first of a position, in
     units of the distance between numbers of so many bits, flat: as recorded, and times
-    the support's temperature. Empty without alternatives."""
+    the support's temperature. Those that are not finite, or where an exact logit is 0,
+    are left out. Empty without alternatives, exact logits or a support."""
     top, exact, support = seen.record.top_logprobs, seen.exact, seen.support
     if top is None or exact is None or exact.top_logits is None or support is None:
         return np.zeros(0), np.zeros(0)
@@ -593,17 +609,17 @@ def _steps(seen: Observed, bits: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def narrow_head(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
-    """Returns, for each format that is narrower than the head is meant to be and than
-    what comes before it, what such a head errs; with all tokens counted where the
-    alternatives lie on its grid."""
+    """Returns the effects of heads narrower than is meant, one for each format in which
+    all sequences have such values; with all tokens counted where the alternatives lie on
+    its grid."""
     tried = instead_of("narrow head")(sequences, errors)
     return [_with_grid(effects, sequences) for effects in tried]
 
 
 def logits_in_16_bits(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
-    """Returns, where a head is meant to be wider than the model, what one in the model's
-    own format errs; with all tokens counted where the alternatives lie on its grid. Empty
-    where the head is meant to be like that."""
+    """Returns the effect of a head in the model's own format where a wider one is meant;
+    with all tokens counted where the alternatives lie on its grid. Empty where a sequence
+    has no such values, as where the head is meant to be like that."""
     tried = instead_of("logits in 16 bits")(sequences, errors)
     return [_with_grid(effects, sequences) for effects in tried]
 
@@ -683,8 +699,8 @@ def cause_rows(
 ) -> tuple[list[CauseRow], Effects] | None:  # fmt: skip
     """Returns the rows of a cause, one for each sequence, of the dose that leaves least
     squared error, and its effects; None where no dose of it can be tried. `noise`: by
-    sequence the sum of the predicted error's square; `before`: how many causes are
-    undone already."""
+    sequence the sum of the predicted error's square; `before`: how many causes are undone
+    already."""
     tried = list(kind.find(sequences, errors))
     if not tried:
         return None
@@ -710,7 +726,7 @@ def _changed(
     """Returns of the tokens of a sequence whose error in `d` is finite, float64 [tokens]
     each: the error, by how much undoing the cause `kind` changes it, and what is left
     (all of it, for a cause of `is_size`). A token that has no value once the cause is
-    undone keeps its error, or has none where the cause is known by such tokens
+    undone keeps its error, or is left 0 where the cause is known by such tokens
     (`counted`, `drops`)."""
     finite = np.isfinite(d)
     lost = d if kind.counted or kind.drops else 0.0  # of a token that has no value then
@@ -765,8 +781,8 @@ def _squares(x: np.ndarray) -> float:
 
 
 def undone(errors: Errors, effects: Effects) -> Errors:
-    """Returns the errors with a cause undone; a token that has no value then keeps NaN,
-    and counts no more."""
+    """Returns the errors with a cause undone, computed when they are asked for; a token
+    that has no value then has NaN, and counts no more."""
     return Mapped(np.subtract, errors, effects.effects)
 
 
@@ -779,10 +795,12 @@ class Decision(NamedTuple):
 
 
 def decide(rows: Sequence[CauseRow]) -> Decision:
-    """Returns whether the cause of these rows is named, how many times less error it
-    leaves, and its slope. `rows`: at least one, all of one side and one cause, one for
-    each sequence; nothing else is read. A side that errs as predicted has no cause but
-    those known by single tokens."""
+    """Returns whether the cause of these rows is named, how many times less squared error
+    it leaves, and its slope. That is None where the decision needed none, or it is not
+    finite. `rows`: at least one, all of one side and one cause, one for each sequence;
+    nothing else is read. A side that errs as predicted, up to AT_PREDICTION, has no cause
+    but those known by single tokens (`counted`). Raises KeyError for a cause that is none
+    of KINDS."""
     kind = KINDS[rows[0].cause]
     before, after, effect, noise = (
         math.fsum(getattr(row, name) for row in rows)
@@ -839,22 +857,23 @@ def _excess(rows: Sequence[CauseRow]) -> tuple[float, float]:
 
 
 def _takes_the_excess(rows: Sequence[CauseRow]) -> bool:
-    """Whether undoing a cause cuts at least tenfold what the squared error has above the
-    predicted one; False where none is predicted."""
+    """Whether what the squared error has above the predicted one is, once the cause is
+    undone, at most a tenth of what it was; False where none is predicted."""
     before, after = _excess(rows)
     return any(row.noise for row in rows) and after <= before / TENFOLD
 
 
 def _slope(rows: Sequence[CauseRow]) -> SequenceEstimate | None:
-    """Returns the slope of the errors on the cause's effect, with its interval. None
-    where that is not finite, as without an effect."""
+    """Returns the slope of the errors on the cause's effect, with its interval where
+    there is one. None where the slope is not finite, as without an effect."""
     sums = [{"product": row.product, "effect": row.effect} for row in rows]
     return jackknife(sums, lambda s: s["product"] / s["effect"], CONFIDENCE)
 
 
 def _slope_of_alternatives(rows: Sequence[CauseRow]) -> SequenceEstimate | None:
     """Returns the slope of the recorded alternatives on the exact ones, or on the other
-    side's, with its interval; None where that is not finite, as without alternatives."""
+    side's, with its interval where there is one; None where the slope is not finite, as
+    without alternatives."""
     sums = [{"product": row.top_product, "square": row.top_square} for row in rows]
     return jackknife(sums, lambda s: s["product"] / s["square"], CONFIDENCE)
 
@@ -875,10 +894,10 @@ def _is_other(slope: SequenceEstimate, least: float) -> bool:
 
 
 def _has_other_slope(slope: SequenceEstimate) -> bool:
-    """Whether the recorded alternatives have a slope on the exact ones that is not 1, FAR
-    beyond its interval: another temperature, whatever else is wrong, since a filter or a
-    constant adds the same to all alternatives of a position. False without an
-    interval."""
+    """Whether the recorded alternatives have a slope on the exact ones that is off 1 by
+    more than LEAST_TEMPERATURE and by FAR standard errors of its 99 % interval: another
+    temperature, whatever else is wrong, since a filter or a constant adds the same to all
+    alternatives of a position. False without an interval."""
     if slope.low is None or slope.high is None:
         return False
     half = (slope.high - slope.low) / 2
@@ -886,16 +905,16 @@ def _has_other_slope(slope: SequenceEstimate) -> bool:
 
 
 def _is_one(slope: SequenceEstimate | None) -> bool:
-    """Whether a slope is 1 within its interval, and 0 is FAR outside. False without an
-    interval."""
+    """Whether a slope's interval has 1 in it, or misses it by at most NEAR_ONE, and 0 is
+    FAR standard errors below the slope. False without an interval."""
     if slope is None or slope.low is None or slope.high is None:
         return False
     return slope.low - NEAR_ONE <= 1 <= slope.high + NEAR_ONE and _is_far(slope)
 
 
 def _is_far(slope: SequenceEstimate | None) -> bool:
-    """Whether a slope lies FAR standard errors above 0, of its 99 % interval; False
-    without one."""
+    """Whether a slope lies more than FAR standard errors, by its 99 % interval, above 0;
+    False without an interval."""
     if slope is None or slope.low is None or slope.high is None:
         return False
     # The half of a 99 % interval is 2.6 standard errors and more.

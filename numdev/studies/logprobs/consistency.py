@@ -36,8 +36,10 @@ def check_consistency(report: LogprobsReport) -> None:
 
 
 def _plan_contradictions(report: LogprobsReport) -> Iterator[str]:
-    """Yields a sentence for each way in which the plan is not what the request asked for,
-    or contradicts itself."""
+    """Yields a sentence for each of these that holds: the plan has no side, more than
+    two, two of one name or one named PAIR; another model or clip band than the request;
+    pairs of one side; or, with a model, a side that does not say of each cause whether it
+    was looked for."""
     plan, request = report.plan, report.request
     names = [side.name for side in plan.sides]
     if not 1 <= len(names) <= 2 or len(set(names)) < len(names) or PAIR in names:
@@ -57,7 +59,8 @@ def _plan_contradictions(report: LogprobsReport) -> Iterator[str]:
 
 def _row_contradictions(report: LogprobsReport) -> Iterator[str]:
     """Yields a sentence for each planned row of a side that is missing or there twice,
-    for the first that was not planned, and for each row that contradicts itself."""
+    for the first that was not planned, and for each row that contradicts itself. Without
+    a model no row is planned."""
     count = Counter((row.side, row.sequence) for row in report.rows)
     for side in report.plan.sides if report.plan.model is not None else ():
         for sequence in range(side.sequences):
@@ -72,8 +75,8 @@ def _row_contradictions(report: LogprobsReport) -> Iterator[str]:
 
 
 def _row_contradiction(row: SideRow) -> str:
-    """Returns the first thing that is wrong with a row, as a clause; empty where its
-    fields fit together."""
+    """Returns the first contradiction between fields of a row, as a clause; empty without
+    one."""
     sums = (row.error, row.square, row.largest, row.predicted, row.predicted_square)
     numbers = [x for x in (*sums, row.product) if x is not None]
     if row.status != "ok":
@@ -111,8 +114,8 @@ def _pair_contradictions(report: LogprobsReport) -> Iterator[str]:
 
 
 def _pair_contradiction(row: PairRow) -> str:
-    """Returns the first thing that is wrong with a pair, as a clause; empty where nothing
-    is."""
+    """Returns the first contradiction between the counts and sums of a pair, as a clause;
+    empty without one."""
     counts = (row.tokens, row.missing, row.unshared, row.mask, row.equal)
     if min(counts) < 0 or row.equal > row.tokens:
         return "has more equal tokens than tokens"
@@ -149,8 +152,8 @@ def _cause_contradictions(report: LogprobsReport) -> Iterator[str]:
 
 
 def _cause_contradiction(row: CauseRow) -> str:
-    """Returns the first thing that is wrong with a row of a cause, as a clause; empty
-    where its fields fit together."""
+    """Returns the first contradiction between fields of a row of a cause, as a clause;
+    empty without one."""
     if row.cause not in KINDS:
         return "is no cause"
     sums = (row.before, row.after, row.effect, row.noise, row.noise_left)

@@ -36,16 +36,17 @@ class SideErrors(NamedTuple):
     predicted: Mapping[str, Mapping[int, np.ndarray]]
 
     def predicted_with(self, fix: str, at: int) -> np.ndarray | None:
-        """Returns the predicted errors of a sequence with a fix, those that its format
-        explains where the fix changes nothing of this side; None where they were not
-        computed."""
+        """Returns the predicted errors, float64 [n], of the sequence at the place `at` in
+        `sequences`, with a fix; None where they were not computed. For a fix that
+        `predicted` does not have: those of the side as it is."""
         if fix in self.predicted:
             return self.predicted[fix].get(at)
         return self.sequences[at].predicted
 
 
 def evenly_spread(count: int, most: int = MOST_SEQUENCES) -> list[int]:
-    """Returns at most `most` of the numbers below `count`, ascending."""
+    """Returns at most `most` of the numbers below `count`, evenly spread from 0 on,
+    ascending; all of them where there are no more than `most`."""
     if count <= most:
         return list(range(count))
     return [i * count // most for i in range(most)]
@@ -69,7 +70,8 @@ def cost_row(
     side: str, fix: str, sequence: int, errors: np.ndarray, clip: tuple[float, float]
 ) -> CostRow:
     """Returns the row of one sequence. `errors`, float64 [tokens]: logarithms of ratios;
-    one that is not finite is counted as lost."""
+    one that is not finite is counted in `lost`, and in no other number of the row.
+    `clip`: the least and the largest ratio that are not clipped."""
     finite = errors[np.isfinite(errors)]
     with np.errstate(over="ignore"):
         clipped = int(outside(np.exp(finite), clip).sum())
@@ -99,10 +101,13 @@ def pair_cost_rows(
     pairs: Sequence[SequencePair], a: SideErrors, b: SideErrors,
     clip: tuple[float, float],
 ) -> Iterator[CostRow]:  # fmt: skip
-    """Yields the rows of the ratio that training takes, of the second side over the
-    first. What a fix would leave is each token's own difference, without the causes,
-    times the predicted rms error of both sides with the fix over what they err: tails
-    are those of the tokens, and not of a normal."""
+    """Yields the rows (PAIR) of the ratio that training takes, of the second side over
+    the first, fix by fix: NOW, then UNDONE where a side has causes, then ROUNDINGS and
+    each other fix that a side has predictions for. UNDONE is the exact ratio with the
+    difference of the errors that the causes leave. All after it have this difference
+    scaled by the predicted rms error of both sides with the fix over what they err: tails
+    are those of the tokens, and not of a normal. They have no row of a pair that lacks
+    predictions, and none at all where no error is left."""
     measured = list(_paired(pairs, a, b))
     for each in measured:
         yield cost_row(PAIR, NOW, each.number, each.now, clip)
@@ -124,8 +129,9 @@ def pair_cost_rows(
 def _paired(
     pairs: Sequence[SequencePair], a: SideErrors, b: SideErrors
 ) -> Iterator[PairErrors]:
-    """Yields the pairs of which both sequences were compared with the model, at the
-    tokens that count on both sides; without pairs that have no such token."""
+    """Yields the pairs of which both sequences are among those of `a` and `b`, at the
+    tokens that count on both sides and still have an error where causes are undone;
+    without pairs that have no such token."""
     at_of = [{number: i for i, number in enumerate(x.numbers)} for x in (a, b)]
     for number, pair in enumerate(pairs):
         i, j = (at.get(of_side) for at, of_side in zip(at_of, pair.numbers, strict=True))

@@ -60,15 +60,16 @@ def dump_logprobs(
     mask: object = None,
     **fields: object,
 ) -> None:
-    """Appends one sequence to a file of JSON lines, `.jsonl`, `.jsonl.gz` or
-    `.jsonl.zst`, that `numdev logprobs` reads. The file is made if it does not exist, its
-    folder is not.
+    """Appends one sequence to a file of JSON lines that `numdev logprobs` reads: `.jsonl`
+    or `.ndjson`, also with `.gz` or `.zst` behind it. The file is made if it does not
+    exist, its folder is not.
 
-    `token_ids`: its n tokens, prompt and response, without padding. Either `logprobs`,
-    those of one side, or `rollout_logprobs` and `trainer_logprobs`, those of both sides:
-    lists, arrays or tensors, in which value i belongs to token i. With fewer than n
-    values they are those of the last tokens, and so is a shorter `mask`. NaN and None
-    mean that a token has no value. `mask`: which tokens count; None: those with a value.
+    `token_ids`: its n tokens, at least one, prompt and response, without padding. Either
+    `logprobs`, those of one side, or `rollout_logprobs` and `trainer_logprobs`, those of
+    both sides, or one of these two: lists, arrays or tensors, in which value i belongs to
+    token i. With fewer than n values they are those of the last tokens, and so is a
+    shorter `mask`. NaN and None mean that a token has no value. `mask`: which tokens
+    count; None: those with a value.
 
     `fields`: what else is recorded, by the names in FIELDS, such as temperature, top_p,
     top_k, min_p, dtype, head, logprobs_mode, engine, weights_version, step, uid, side,
@@ -77,7 +78,8 @@ def dump_logprobs(
     values that are no list or that JSON cannot hold, for a missing package, and for a
     folder that does not exist or cannot be written to; MeasurementError for values that
     could not be read back, and where the file cannot be written, as on a full disk.
-    Nothing is written then. Each process needs its own file."""
+    Nothing is written then, but on a full disk perhaps a part of the line. Each process
+    needs its own file."""
     path = Path(path)
     if suffix_of(path) not in (".jsonl", ".ndjson"):
         raise UsageError(f"path: expected a file .jsonl, got {path.suffix}")
@@ -113,9 +115,10 @@ def _token_fields(
     token_ids: object, values: Mapping[str, object], mask: object
 ) -> dict[str, object]:
     """Returns the fields of a record that have an element for each token: `token_ids`,
-    those of `values`, log-probabilities by name, and `mask`, 0 or 1. Arguments are as
-    `dump_logprobs` takes them. Raises UsageError for what is no list, for more values
-    than tokens, and for other values in a mask."""
+    those of `values`, log-probabilities as lists by name, and `mask`, 0 or 1. Values and
+    mask may be shorter than the tokens: they are then of the last ones. `mask` None: 1
+    where a token has a value. Raises UsageError for what is no list, for more values than
+    tokens, and for other values in a mask."""
     ids = _listed("token_ids", token_ids)
     if not isinstance(ids, list):
         raise UsageError(f"token_ids: expected a list of tokens, got {kind_of(ids)}")
@@ -132,7 +135,7 @@ def _listed(name: str, value: object) -> object:
     """Returns an array or tensor, of any number of dimensions, as nested lists (one
     without dimensions as a number), with None for NaN; those in lists, tuples and
     mappings too. Infinity and other values stay as they are. Raises UsageError, which
-    says `name`, for a tensor that has no values, as on the meta device."""
+    says `name`, for one whose values cannot be listed, as a tensor on the meta device."""
     tolist = getattr(value, "tolist", None)
     try:
         x = tolist() if callable(tolist) else value

@@ -118,7 +118,8 @@ def response_sequences(record: FileRecord) -> Sequences:
     (empty text, sequence). Each is named by the record's `custom_id` or `uid`, else by
     the response's `id` or `request_id`, else not; with several choices the choice's
     `index` follows, else its number from 0 on, `x/0`. Raises MeasurementError for a
-    choice without tokens, and for a field of another type or length."""
+    response without a list of choices, a choice without tokens, and a field of another
+    type or length."""
     response, request = _unwrapped(record)
     settings = _settings(record, request)
     names = ("custom_id", "uid")
@@ -152,8 +153,9 @@ def _unwrapped(record: FileRecord) -> tuple[FileRecord, FileRecord | None]:
 
 def _settings(record: FileRecord, request: FileRecord | None) -> RecordedSettings:
     """Returns the settings in a record by numdev's names. What the record does not say
-    comes from its `sampling_params`, then from the request, then from the request's
-    `sampling_params`."""
+    comes from its `sampling_params`, where it has some. Else it comes from the request,
+    then from the request's `sampling_params`. Raises MeasurementError for a setting of
+    another type or range."""
     settings = settings_of(record)
     for asked in (request, record):
         if asked is None:
@@ -255,8 +257,8 @@ def _values(
     """Returns texts, values and alternatives of the tokens in a choice's `logprobs`, of
     chat or of completions, not yet checked. A token's alternatives are None where it has
     none, or they have no ids; None in place of the list where completions have no
-    alternatives at all. Raises MeasurementError for lists of different lengths, and for
-    alternatives of another type."""
+    alternatives at all. Raises MeasurementError for lists that are missing or of
+    different lengths, and for alternatives of another type."""
     if logprobs.has("content"):
         entries = list(logprobs.parts("content"))
         texts = [entry.get("token") for entry in entries]
@@ -323,7 +325,7 @@ def _list(record: FileRecord, name: str) -> Values:
 
 def is_sglang(record: FileRecord) -> bool:
     """Whether a record is a response of SGLang's `/generate` (it has `meta_info`), or
-    wraps one under `response`."""
+    wraps under `response` an object with that field."""
     inner = record.fields.get("response")
     return record.has("meta_info") or (
         isinstance(inner, Mapping) and "meta_info" in inner
@@ -331,11 +333,12 @@ def is_sglang(record: FileRecord) -> bool:
 
 
 def sglang_sequences(record: FileRecord) -> Sequences:
-    """Yields the one sequence of SGLang's response, as (empty text, sequence). Its tokens
-    are triples of value, id and text; the first value of a prompt is null. The prompt is
-    known whole (`has_prompt`) where as many of its tokens came back as it has, or where
-    the request beside the response, or the record, has `input_ids`. Raises
-    MeasurementError where no token came back, and for fields that do not fit together."""
+    """Yields the one sequence of SGLang's response, as (empty text, sequence), named by
+    the record's `uid`, else by the `id` in `meta_info`. Its tokens are triples of value,
+    id and text; the first value of a prompt is null. The prompt is known whole
+    (`has_prompt`) where as many of its tokens came back as it has, or where the request
+    beside the response, or the record, has `input_ids`. Raises MeasurementError where
+    there is no token, and for fields that do not fit together."""
     response, request = _unwrapped(record)
     meta = response.part("meta_info")
     ids, values = _triples(meta, "input_token_logprobs")

@@ -43,8 +43,8 @@ class Routing(NamedTuple):
     def at_choices(self, recorded: np.ndarray) -> np.ndarray:
         """Returns recorded experts, [n, layers, k], as int64 [n, choices, k]. `recorded`:
         of all layers of the model, or of those that choose experts. Raises NotReplayed
-        for another number of layers, tokens or experts, and for experts that the model
-        does not have."""
+        for another number of layers, tokens or experts, and for an expert's number that
+        is too large for the model."""
         _tokens, layers, k = recorded.shape
         if layers == self.layers != len(self.choices):
             recorded = recorded[:, [layer for layer, _ in self.choices]]
@@ -61,8 +61,8 @@ class Routing(NamedTuple):
 
     def count_other(self, recorded: np.ndarray) -> tuple[int, int]:
         """Returns how many of the recorded experts the model does not choose for their
-        token and layer, and how many were recorded. `recorded`: as `at_choices` returns
-        it."""
+        token and layer, and how many were recorded; NO_EXPERT is none. `recorded`: as
+        `at_choices` returns it."""
         return count_other(recorded, self.experts)
 
 

@@ -28,8 +28,8 @@ PACKED = (".gz", ".zst")
 
 
 def read_records(path: Path) -> Iterator[FileRecord]:
-    """Yields the records of a file in their order, one in memory after the other where
-    the file is JSON lines or parquet.
+    """Yields the records of a file in their order; of JSON lines and parquet only a few
+    are in memory at once.
 
     Raises UsageError for another suffix, and where a package that reads the file is
     missing. Raises MeasurementError, with the file and the line or record, for a file
@@ -68,9 +68,10 @@ def _json_records(
     path: Path, is_document: bool, budget: ReadBudget
 ) -> Iterator[FileRecord]:
     """Yields the objects of a file of JSON as records. Each line is one object or a list
-    of objects; a file named `.json` may also be one object or list over many lines
-    (`is_document`). Raises MeasurementError for a file without content, for invalid JSON
-    and for what is no object."""
+    of objects; where `is_document`, the file may also be one object or list over many
+    lines. Raises MeasurementError for a file without content, for invalid JSON, for what
+    is no object, and for a file that cannot be read; UsageError where Zstandard is not
+    installed."""
     lines = _lines(path, budget)
     first = next(lines, None)
     if first is None:
@@ -212,8 +213,8 @@ def zstandard(path: Path) -> ModuleType:
 
 def _parquet_rows(path: Path, budget: ReadBudget) -> Iterator[FileRecord]:
     """Yields the rows of a parquet file as records. Lists of numbers are arrays, with NaN
-    for null where they are floats. Raises UsageError without pyarrow, MeasurementError
-    for a damaged file and beyond the budget."""
+    for null; whole numbers are floats then. Raises UsageError without pyarrow,
+    MeasurementError for a damaged file and beyond the budget."""
     try:
         from pyarrow import parquet
     except ImportError:
@@ -237,8 +238,9 @@ def _parquet_rows(path: Path, budget: ReadBudget) -> Iterator[FileRecord]:
 
 
 def _column(column: object) -> list[object]:
-    """Returns the values of a column of Arrow, None for null: lists of numbers as arrays,
-    all other values as Python's."""
+    """Returns the values of a column of Arrow, None for null. Lists of numbers are
+    arrays, in which NaN stands for null and makes floats of whole numbers; all other
+    values are Python's."""
     import pyarrow as arrow
 
     array = cast(arrow.Array, column)
@@ -260,9 +262,9 @@ def _column(column: object) -> list[object]:
 
 
 def _safetensors_record(path: Path, budget: ReadBudget) -> FileRecord:
-    """Returns the tensors of a safetensors file, and the texts of its metadata (numbers
-    where they are such), as one record; of equal names the tensor. Raises
-    MeasurementError for a damaged file."""
+    """Returns the tensors of a safetensors file, and the texts of its metadata (numbers,
+    true and false where they are such), as one record; of equal names the tensor. Raises
+    MeasurementError for a file that is missing or damaged."""
     from numdev.sources.files import open_safetensors
 
     with open_safetensors(path) as file:
@@ -274,7 +276,8 @@ def _safetensors_record(path: Path, budget: ReadBudget) -> FileRecord:
 
 
 def _plain_value(text: str) -> object:
-    """Returns the number that a text of metadata is; another text as it is."""
+    """Returns the number, true or false that a text of metadata is; another text as it
+    is."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -114,9 +114,10 @@ class FileRecord:
             yield self.record_of(value, f"{name}[{number}]", f" {name}[{number}]")
 
     def text(self, name: str) -> str | None:
-        """Returns a text, or a whole number in digits; None where the field is missing,
-        null or empty. Raises MeasurementError for another type, and for a text with
-        control codes or half of a surrogate pair."""
+        """Returns a text, or a whole number in digits (one of 200 bits or more as `a
+        number of 300 bits`); None where the field is missing, null or empty. Raises
+        MeasurementError for another type, and for a text with control codes or half of a
+        surrogate pair."""
         value = self.get(name)
         if value is None or isinstance(value, str):
             if value and any(category(x) in ("Cc", "Cs") for x in value):
@@ -171,7 +172,7 @@ class FileRecord:
     ) -> Integers | None:
         """Returns whole numbers from `least` to `most` as int64 [n]; n is `length` where
         that is not None. None where the field is missing or null. Raises MeasurementError
-        for other values and another length."""
+        for other values, 3.0 and true among them, and for another length."""
         value = self.get(name)
         return (
             None if value is None else self.integers_of(name, value, length, least, most)
@@ -189,7 +190,8 @@ class FileRecord:
         """Returns `value`, a list, array or tensor that stands under `name`, as int64 of
         `depth` dimensions, of which the first has `length` (None: no matter). Raises
         MeasurementError for other shapes, for numbers below `least` or above `most`, and
-        for fractions and NaN. An array may be the value itself, not a copy."""
+        for what is no integer: 3.0, true and NaN; but in arrays within a list fractions
+        are cut off. An array may be the value itself, not a copy."""
         if isinstance(value, list | tuple):
             x = self._array(name, value, np.int64, frozenset([int]), depth)
         else:
@@ -221,8 +223,8 @@ class FileRecord:
         """Returns `value`, a list, array or tensor that stands under `name`, as float64
         of `depth` dimensions, of which the first has `length` (None: no matter). NaN
         stands for null. Raises MeasurementError for other shapes, for what is no number,
-        for plus infinity, and for sizes above LARGEST_VALUE. An array may be the value
-        itself, not a copy."""
+        such as a bool, for plus infinity, and for sizes above LARGEST_VALUE. An array may
+        be the value itself, not a copy."""
         if isinstance(value, list | tuple):
             x = self._array(name, value, np.float64, REALS, depth)
         else:
@@ -267,8 +269,9 @@ class FileRecord:
         depth: int,
     ) -> np.ndarray:
         """Returns nested lists as an array of `depth` dimensions; all lists of one depth
-        must be as long. Raises MeasurementError for elements that are of none of `types`,
-        for whole numbers beyond 64 bits, and beyond the budget."""
+        must be as long. Raises MeasurementError for lists that are not, for elements that
+        are of none of `types`, for whole numbers that `dtype` cannot hold, and beyond the
+        budget."""
         self.budget.spend(8 * len(values))
         if depth > 1:
             return self._stacked(name, values, dtype, types, depth)
@@ -324,10 +327,11 @@ class FileRecord:
 
     def _numpy(self, name: str, value: object, depth: int) -> np.ndarray:
         """Returns a dense tensor or an array of numbers (or bools) as an array, without a
-        copy where numpy has the dtype; 16-bit floats are widened. Raises MeasurementError
-        for anything else, for another number of dimensions than `depth`, and beyond the
-        budget. The size is counted before anything is copied: a stored tensor may be
-        strided so that a few bytes stand for any number of values."""
+        copy where numpy has the dtype; a tensor's floats of fewer than 32 bits are
+        widened. Raises MeasurementError for anything else, for another number of
+        dimensions than `depth`, and beyond the budget. The size is counted before
+        anything is copied: a stored tensor may be strided so that a few bytes stand for
+        any number of values."""
         if isinstance(value, np.ndarray):
             x = value
         elif (tensor := _dense_tensor(value)) is not None:
@@ -364,8 +368,9 @@ _LISTS = {
 
 
 def _dense_tensor(value: object) -> Tensor | None:
-    """Returns a tensor of real numbers, detached. None for anything else: other layouts,
-    quantised, nested and meta tensors, and a subclass, whose code would run."""
+    """Returns a tensor of real numbers or bools, detached. None for anything else: other
+    layouts, quantised, nested, complex and meta tensors, and a subclass, whose code would
+    run."""
     import torch  # a second that reading JSON need not wait for
 
     if type(value) is not torch.Tensor or value.layout is not torch.strided:

@@ -50,7 +50,8 @@ def join(a: Side, b: Side) -> Joined:
     """Returns the pairs of two sides, in the order of a's sequences, with what is on one
     side alone, counts and findings. One pair is in memory at a time, where the sides'
     sequences are: of each sequence its length and digests stay, and for as long as parts
-    are looked for, the tokens of those that have no partner yet. Pure; raises nothing."""
+    are looked for, the tokens of those that have no partner yet. The sides are not
+    changed."""
     keys_of_a, keys_of_b = (list(map(SequenceKey.of, x.sequences)) for x in (a, b))
     left = _Unpaired(
         a.sequences, b.sequences, dict(enumerate(keys_of_a)), dict(enumerate(keys_of_b))
@@ -156,7 +157,7 @@ class _Unpaired:
         self, by: Joining, key: Callable[[SequenceKey], Hashable]
     ) -> dict[int, PairPlace]:
         """Pairs sequences of one key, the first of a with the first of b; those whose key
-        is None are left."""
+        is None are left. Returns the pairs by number in a."""
         partners: defaultdict[Hashable, deque[int]] = defaultdict(deque)
         for j, sequence in self.b.items():
             partners[key(sequence)].append(j)
@@ -170,10 +171,9 @@ class _Unpaired:
 
     def pair_parts(self) -> dict[int, PairPlace]:
         """Pairs sequences of which one is the beginning of the other, and was cut, or its
-        end, and is a response without its prompt. Of a beginning any partner will do:
-        what they share has one context. Of an end, the only one: where several could be,
-        it stays without one and goes into `ambiguous`. Returns the pairs by number in
-        a."""
+        end, as a response without its prompt is. Of a beginning any partner will do: what
+        they share has one context. Of an end, the only one: where several could be, it
+        stays without one and goes into `ambiguous`. Returns the pairs by number in a."""
         places = {}
         for part in PARTS if self.a and self.b else ():
             keys_of_a = _keys(self.of_a, self.a, part.step, part.prompt_of_a)
@@ -194,7 +194,8 @@ class _Unpaired:
         return places
 
     def pair_by_order(self) -> dict[int, PairPlace]:
-        """Pairs the sequences of one number that share most of the shorter one."""
+        """Pairs the sequences of one number that share LEAST_SHARED or more of the
+        shorter one, at least one token. Returns the pairs by number in a."""
         places = {}
         for i in [i for i in self.a if i in self.b]:
             shared = self._shared(i, i)
@@ -214,7 +215,8 @@ class _Unpaired:
     def _paired(
         self, i: int, j: int, by: Joining, shared: tuple[slice, slice]
     ) -> PairPlace:
-        """Returns a pair, whose sequences are unpaired no more."""
+        """Returns a pair, whose sequences are unpaired no more. `shared`: where in each
+        they have the same tokens."""
         x, y = self.a.pop(i), self.b.pop(j)
         at_a, at_b = shared
         prompt_of: Literal["a", "b"] | None = None
@@ -228,8 +230,8 @@ class _Unpaired:
 def _pair(
     of_a: Sequence[RecordedSequence], of_b: Sequence[RecordedSequence], place: PairPlace
 ) -> SequencePair:
-    """Returns a pair. A response without its prompt has that of the other side, and then
-    all its tokens are shared."""
+    """Returns the pair at a place. Where the place says that one side has the other's
+    prompt, the response that lacks it gets it, and then all its tokens are shared."""
     a, b = of_a[place.numbers[0]], of_b[place.numbers[1]]
     at_a, at_b = place.at_a, place.at_b
     if place.prompt_of == "b":
@@ -247,8 +249,8 @@ def _keys(
     step: int,
     has_prompt: bool,
 ) -> list[tuple[bytes, int]]:
-    """Returns the tokens as bytes, in their order, and numbers of the unpaired sequences
-    with a prompt, or of those without."""
+    """Returns (tokens as bytes, number), sorted, of the unpaired sequences with a prompt,
+    or of those without. With `step` -1 tokens are from the last to the first."""
     numbers = [i for i, x in unpaired.items() if x.has_prompt is has_prompt]
     return sorted((_key(sequences[i], step), i) for i in numbers)
 
@@ -298,8 +300,8 @@ def _same_bytes(x: bytes, y: bytes) -> int:
 
 
 def _shared(x: RecordedSequence, y: RecordedSequence) -> tuple[slice, slice]:
-    """Returns where in each two sequences have the same tokens. Where one has no prompt,
-    all of it at its place in the other, else nothing."""
+    """Returns where in each two sequences have the same tokens. Where one of them alone
+    has no prompt: all of it at its place in the other, else nothing."""
     if x.has_prompt == y.has_prompt:
         return shared_run(x.token_ids, y.token_ids)
     response, whole = (y, x) if x.has_prompt else (x, y)
@@ -310,9 +312,11 @@ def _shared(x: RecordedSequence, y: RecordedSequence) -> tuple[slice, slice]:
 
 
 def shared_run(x: Integers, y: Integers) -> tuple[slice, slice]:
-    """Returns where in each two runs of tokens are the same: where one is a part of the
-    other, all of it, at the beginning if it is there; else from their beginning to the
-    first difference, since after it the same token has another context."""
+    """Returns where in each two runs of tokens are the same. Where the shorter is found
+    in the longer it is all of the shorter: at the beginning if it is there, else at the
+    end, else at the first place, though only MOST_TRIES that look like it are tried. Else
+    it is from their beginning to the first difference, since after it the same token has
+    another context."""
     m = min(len(x), len(y))
     differ = np.flatnonzero(x[:m] != y[:m])
     if not len(differ):
@@ -345,14 +349,15 @@ def _part_of(short: Integers, long: Integers) -> int | None:
 
 
 def _lacks_prompt_of(x: SequenceKey, y: SequenceKey, at_x: slice, at_y: slice) -> bool:
-    """Whether x takes a prompt, all of it is in y, and y has tokens before it."""
+    """Whether x takes a prompt, all of it is in y, and y has a prompt and tokens before
+    it."""
     is_part = length_of(at_x) == x.length and y.has_prompt and at_y.start > 0
     return x.takes_prompt and is_part
 
 
 def _completed(x: RecordedSequence, prompt: Integers) -> RecordedSequence:
     """Returns a sequence with a prompt before it, whose tokens do not count and have no
-    values."""
+    values. `x`: without positions, turns and lengths of a pack."""
     p = len(prompt)
     whole = replace(
         x,
@@ -381,8 +386,9 @@ def _after(x: NDArray[Number] | None, p: int, fill: float) -> NDArray[Number] | 
 def _replaced(
     side: Side, whole: Mapping[int, int], sequence: Callable[[int], RecordedSequence]
 ) -> Side:
-    """Returns a side with other sequences at the numbers in `whole`: `sequence` gives
-    that of a pair's number, which is beside each."""
+    """Returns a side with other sequences at the numbers that are the keys of `whole`:
+    `sequence` gives each by the pair's number that is its value. The side itself where
+    `whole` is empty."""
     if not whole:
         return side
 
@@ -427,8 +433,8 @@ def _counted(pairs: Sequence[SequencePair]) -> JoinCounts:
 
 def _token_counts(pair: SequencePair) -> tuple[int, ...]:
     """Returns ten counts of a pair's shared tokens: all; that count on a alone, on b
-    alone, on both; of the last, with both values, without a's, b's and either's alone;
-    with minus infinity on a, and on b, of those with both."""
+    alone, on both. Of the last: with both values, without a's alone, without b's alone,
+    without either; and of those with both values, with minus infinity on a, and on b."""
     (mask_a, mask_b), (x, y) = pair.masks, pair.logprobs
     counted, no_x, no_y = mask_a & mask_b, np.isnan(x), np.isnan(y)
     both = pair.comparable

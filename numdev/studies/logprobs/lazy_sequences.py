@@ -61,7 +61,8 @@ class ItemFile(Generic[T]):
         self._last: tuple[ItemPlace, T] | None = None
 
     def write(self, item: T) -> ItemPlace:
-        """Appends an item and returns its place."""
+        """Appends an item, pickled, and returns its place. Raises OSError, with the
+        folder of temporary files, where the disk is full."""
         content = pickle.dumps(item, pickle.HIGHEST_PROTOCOL)
         place = ItemPlace(self._file.seek(0, SEEK_END), len(content))
         try:
@@ -71,8 +72,9 @@ class ItemFile(Generic[T]):
         return place
 
     def read(self, place: ItemPlace) -> T:
-        """Returns the item at a place: a copy, or the same as the last time where nothing
-        else was read since, as two sequences need it that are made of one."""
+        """Returns the item at a place: a copy, or the object that the last call returned,
+        where that was for an equal place, as two sequences need it that are made of
+        one."""
         if self._last is None or self._last[0] != place:
             self._file.seek(place.start)
             self._last = place, pickle.loads(self._file.read(place.size))
@@ -88,7 +90,8 @@ class Storing(Protocol):
 
 
 def in_file(items: Iterable[T]) -> Sequence[T]:
-    """Returns items as a sequence whose items are in a temporary file: each a copy, read
-    when it is asked for. Raises OSError where the disk is full."""
+    """Returns items as a sequence whose items are in a temporary file, each read when it
+    is asked for: a copy, but the same object where one is asked for twice in a row. All
+    items are written at once. Raises OSError where the disk is full."""
     file = ItemFile[T]()
     return Mapped(file.read, [file.write(item) for item in items])

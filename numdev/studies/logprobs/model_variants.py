@@ -41,7 +41,8 @@ def without(model: nn.Module, dose: str) -> None:
     """Takes a window, a cap, or the model's own scale of scores out of a model, in place.
     In the config, and in every module that has copied it, a window becomes ALL_KEYS and a
     cap None. The scale becomes 1 / sqrt(head_dim). Does nothing where the model has none.
-    `dose`: a key of KEYS, or SCALE; another raises KeyError."""
+    `dose`: a key of KEYS, or SCALE; another raises KeyError. Raises AttributeError for a
+    key of KEYS where the model has no config."""
     if dose == SCALE:
         for module in model.modules():
             size = getattr(module, "head_dim", None)
@@ -58,7 +59,7 @@ def without(model: nn.Module, dose: str) -> None:
 def has(model: object, dose: str) -> bool:
     """Whether a model's config has the window, the cap or the scale
     (`query_pre_attn_scalar`, if other than `head_dim`) that `dose` leaves out, a key of
-    KEYS or SCALE. False without a config."""
+    KEYS or SCALE; another raises KeyError. False without a config."""
     config = getattr(model, "config", None)
     if dose != SCALE:
         return bool(getattr(config, KEYS[dose], None))
@@ -84,9 +85,9 @@ def round_head(subject: Subject) -> None:
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
-    """Yields (name, module, axis) of each linear layer of a model other than its head, in
-    the model's order. `axis`: the axis of the weight that is summed over: 1 in a Linear,
-    0 in a Conv1D of GPT-2's."""
+    """Yields (name, module, axis) of each Linear and Conv1D of a model (by the name of
+    its class) other than its head, in the model's order. `axis`: the axis of the weight
+    that is summed over: 1 in a Linear, 0 in a Conv1D of GPT-2's."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     for name, module in model.named_modules():
         kind = type(module).__name__
@@ -163,10 +164,11 @@ class Adapter(NamedTuple):
 
     def add_to(self, subject: Subject, dose: str = "") -> None:
         """Adds the adapter to the weights of a subject, in place. `dose`: `absent`
-        (nothing is added), `added twice`, `merged in bfloat16` (the sums are rounded to
+        (nothing is added), `added twice`, `merged in FORMAT` (the sums are rounded to
         it); any other text: once. Raises UsageError where a name is not exactly one
-        linear layer of the model, or a weight has another shape; layers before that one
-        are changed then."""
+        linear layer of the model, a weight has another shape, or the format is none;
+        layers before that one are changed then. Of a weight that stays on disk the last
+        two are raised whenever it is read."""
         times = {"absent": 0, "added twice": 2}.get(dose, 1)
         modules = {name: (m, axis) for name, m, axis in linear_layers(subject.wide)}
         for name, delta in self.deltas.items():
@@ -199,7 +201,8 @@ def read_adapter(path: str) -> Adapter:
     adapter_model.safetensors. Its deltas are fp64 [out, in], scaled by alpha, by the
     module's name in the model; tensors that are no LoRA matrices are ignored. Raises
     UsageError where a file is missing or cannot be read, for another kind of adapter than
-    LoRA of one rank, and for a `lora_alpha` that is no finite number."""
+    LoRA of one rank, for a `lora_alpha` that is no finite number, and where there is no
+    LoRA matrix or one lacks a partner that fits it."""
     folder = Path(path)
     settings, weights = (
         folder / "adapter_config.json",

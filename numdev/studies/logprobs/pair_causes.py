@@ -28,9 +28,9 @@ class Alternatives(NamedTuple):
 
 
 def shared_alternatives(pair: SequencePair) -> Alternatives | None:
-    """Returns the alternatives of the shared tokens of a pair; None where a side recorded
-    none. NaN where an alternative is the token itself, is not among the other side's, or
-    has no finite value."""
+    """Returns the alternatives of the shared tokens of a pair, [m, k], as the second side
+    has them; None where a side recorded none. NaN where an alternative is the token
+    itself, is not among the first side's, or has no finite value on both."""
     a, b = pair.a, pair.b
     if a.top_ids is None or a.top_logprobs is None:
         return None
@@ -49,8 +49,8 @@ def slope_sums(
     alternatives: Alternatives, chosen: tuple[np.ndarray, np.ndarray]
 ) -> tuple[float, float, float]:
     """Returns the sums of x times y, of x squared and of y squared over alternatives and
-    chosen tokens, each less its mean over those of a position; `chosen`: x and y of the
-    tokens, float64 [n] each."""
+    chosen tokens, each less its mean over those of its position. What is not finite on
+    one side is left out. `chosen`: x and y of the tokens, float64 [n] each."""
     tokens = [np.where(np.isfinite(sum(chosen)), c, np.nan)[:, None] for c in chosen]
     x = np.concatenate([alternatives.x, tokens[0]], axis=1)
     y = np.concatenate([alternatives.y, tokens[1]], axis=1)
@@ -76,8 +76,9 @@ def constants(alternatives: Alternatives, slope: float) -> np.ndarray:
 
 
 def sign_of(parts: Sequence[np.ndarray]) -> int:
-    """Returns the one sign that constants have, 1 or -1; 0 where neither sign has all but
-    ONE_SIGN of their squares."""
+    """Returns the sign, 1 or -1, of constants, an array for each sequence: the one that
+    has all of their squares but a share of at most ONE_SIGN. 0 where neither has, and
+    where all are 0 or there are none. What is not finite is left out."""
     squares = []
     for sign in (1, -1):
         of_sign = (x[np.isfinite(x) & (sign * x > 0)] ** 2 for x in parts)

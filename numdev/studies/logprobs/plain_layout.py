@@ -39,9 +39,9 @@ def plain_sequences(record: FileRecord) -> Sequences:
     """Yields the sequences of a record in numdev's layout as (side, sequence), one for
     each side that it has. Raises MeasurementError for a field of another type or length.
 
-    Of many sequences, `token_ids` has a row each, cut to `lengths` or to where
+    Of many sequences, `token_ids` has a row each, cut to `lengths`, else to where
     `attention_mask` is 1; or all of them one after the other, from `offsets[i]` up to
-    `offsets[i + 1]`. Other fields are cut as `token_ids` is."""
+    `offsets[i + 1]`. Other fields as long as the tokens are cut as these are."""
     for row in rows(record):
         yield from _sides_of_row(row)
 
@@ -85,10 +85,11 @@ def _flat_rows(record: FileRecord, total: int | None) -> Iterator[FileRecord]:
 
 
 def _rectangle_rows(record: FileRecord, count: int) -> Iterator[FileRecord]:
-    """Yields the record of each row, without the padding that lengths or an attention
-    mask mark. A field as wide as the row's tokens is cut as they are. `count`: how many
-    rows. Raises MeasurementError for a row that is no list, lengths beyond the row's
-    tokens, and an attention mask with gaps."""
+    """Yields the record of each row, without the padding that lengths, or without these
+    an attention mask, mark. A field as wide as the row's tokens is cut as they are; the
+    mask is left out. `count`: how many rows. Raises MeasurementError for a row that is no
+    list, for lengths below 1 or beyond the row's tokens, and for an attention mask with
+    gaps or without a 1."""
     name = next(filter(record.has, LENGTHS), "")
     lengths = record.integers(name, count, least=1, most=LARGEST) if name else None
     others = {key: value for key, value in record.fields.items() if key != name}
@@ -141,7 +142,8 @@ def _row(value: object, i: int, count: int) -> object:
 def _sides_of_row(record: FileRecord) -> Sequences:
     """Yields (side, sequence) for each side of a record. One with `logprobs` has a single
     side, named by its `side` (empty where it has none). Else they are `rollout` and
-    `trainer`, where the record has their log-probabilities."""
+    `trainer`, where the record has their log-probabilities. Raises MeasurementError for a
+    field of another type or length, and without tokens."""
     ids = record.token_ids("token_ids")
     shared = shared_fields(record, ids)
     if record.has("logprobs"):
@@ -191,7 +193,7 @@ def shared_fields(record: FileRecord, ids: Integers) -> RecordedSequence:
 def _experts(record: FileRecord, n: int) -> Integers | None:
     """Returns the experts of each token and layer, int64 [n, layers, k], -1 where a token
     has none; None where the record has no experts. Raises MeasurementError for another
-    shape."""
+    shape, and for numbers below -1."""
     value = record.get("routed_experts")
     if value is None:
         return None
@@ -202,8 +204,9 @@ def settings_of(
     record: FileRecord, default: RecordedSettings | None = None
 ) -> RecordedSettings:
     """Returns what a record says of how its values came about, with the values of
-    `default` where it says nothing. With several versions of the weights, it names none.
-    Raises MeasurementError for a field of another type or range."""
+    `default` where it says nothing. A record with several versions of the weights says
+    nothing of the version. Raises MeasurementError for a field of another type or range,
+    and for a `logprobs_mode` that is none of MODES."""
     versions = versions_of(record, "weights_version")
     texts = {n: record.text(n) for n in ("dtype", "head", "logprobs_mode", "engine")}
     if (mode := texts["logprobs_mode"]) is not None and mode not in MODES:
@@ -226,8 +229,9 @@ def settings_of(
 
 def versions_of(record: FileRecord, name: str) -> tuple[str, ...]:
     """Returns the versions of the weights in a field, each once, in their order. The
-    field is one value, or a list of values (of tokens, for example). Empty where it is
-    missing. Raises MeasurementError for a value that is no text or whole number."""
+    field is one value, or a list of values (of tokens, for example), of which null is
+    left out. Empty where it is missing. Raises MeasurementError for a value that is no
+    text or whole number."""
     value = record.get(name)
     if isinstance(value, np.ndarray):
         value = value.tolist()
@@ -306,8 +310,9 @@ def _joined(rows: list[Any]) -> list[Any]:
 
 def _kept_sets(record: FileRecord, n: int) -> tuple[Integers | None, Integers | None]:
     """Returns the tokens that a filter left, flat, and n + 1 offsets of where each
-    position's begin; (None, None) where the record has neither. Raises MeasurementError
-    where they do not fit the n tokens."""
+    position's begin; (None, None) where the record has neither. Without offsets they are
+    n lists, each of which may be null. Raises MeasurementError where they do not fit the
+    n tokens."""
     ids, offsets = record.get("kept_ids"), record.get("kept_offsets")
     if ids is None and offsets is None:
         return None, None
@@ -323,9 +328,9 @@ def _kept_sets(record: FileRecord, n: int) -> tuple[Integers | None, Integers | 
 def kept_sets(
     record: FileRecord, ids_name: str, offsets_name: str, n: int
 ) -> tuple[Integers, Integers]:
-    """Returns flat kept tokens and their offsets, n + 1 numbers that go up from 0 to how
-    many kept tokens there are. Raises MeasurementError for anything else, and where one
-    of the two is missing."""
+    """Returns flat kept tokens and their offsets, n + 1 numbers from 0 to how many kept
+    tokens there are, none below the one before. Raises MeasurementError for anything
+    else, and where one of the two is missing."""
     ids = record.integers(ids_name)
     offsets = record.integers(offsets_name, most=LARGEST)
     if ids is None or offsets is None:
@@ -343,8 +348,8 @@ def kept_sets(
 def _pack_lengths(record: FileRecord, n: int) -> Integers | None:
     """Returns the lengths of the sequences that are packed into one of n tokens: from
     `pack_ids` (a number a token, which changes where a sequence begins), else from
-    `seq_lens` or `sequence_lengths`. None where the record has neither. Raises
-    MeasurementError for lengths that do not sum to n."""
+    `seq_lens` or `sequence_lengths`. None where the record has none of these. Raises
+    MeasurementError for lengths that do not sum to n or are below 1."""
     packs = record.integers("pack_ids", n, least=-LARGEST, most=LARGEST)
     if packs is not None:
         starts = np.flatnonzero(np.diff(packs)) + 1

@@ -89,10 +89,12 @@ def read_sides(path: str | Path) -> tuple[Side, ...]:
     their sequences one record is in memory at a time; what was read of the others lies in
     a temporary file (`lazy_sequences`).
 
-    Raises UsageError for a path that is none of the kinds in `file_content.SUFFIXES`, and
-    MeasurementError, in one line with file and line or record, for what cannot be read: a
-    damaged file, an unknown or mixed layout, and fields of a wrong type, length or
-    range."""
+    Raises UsageError for a path that is not there or is none of the kinds in
+    `file_content.SUFFIXES`, for a folder without such files, and where a package that
+    reads a file is missing. Raises MeasurementError, in one line with file and line or
+    record, for what cannot be read: a damaged file, an unknown or mixed layout, fields of
+    a wrong type, length or range, no sequence, and more than two sides. Raises OSError
+    where the disk of temporary files is full."""
     path = Path(path)
     files, notes = _files_of(path)
     reading = _Reading()
@@ -124,7 +126,8 @@ def read_sides(path: str | Path) -> tuple[Side, ...]:
 
 def _read_record(reading: _Reading, record: FileRecord) -> None:
     """Adds a record's sequences to those of the file. Raises MeasurementError for a
-    record of no known layout, or of another one than the file's first."""
+    record of no known layout, or of another one than the file's first, and for fields
+    that are not as its layout has them."""
     layout = next((layout for layout in LAYOUTS if layout.fits(record)), None)
     if layout is None:
         wanted = "token_ids with logprobs, or a record of a program that numdev knows"
@@ -144,8 +147,9 @@ def _read_record(reading: _Reading, record: FileRecord) -> None:
 def _files_of(path: Path) -> tuple[list[Path], tuple[str, ...]]:
     """Returns the files that a path names, in their order, and notes on what is left out:
     of a folder all that can be read, of prime-rl's folders those of steps that are whole.
-    Raises UsageError where there is no such file, MeasurementError where no step is
-    whole."""
+    Empty where whole steps hold no file. Raises UsageError for a path that is not there,
+    a file of another suffix, and a folder with nothing to read; MeasurementError where no
+    step is whole, as its file STABLE says."""
     if not path.exists():
         raise UsageError(f"{path}: no such file")
     if not path.is_dir():
@@ -172,7 +176,8 @@ def _files_of(path: Path) -> tuple[list[Path], tuple[str, ...]]:
 
 
 def _is_readable(path: Path) -> bool:
-    """Whether a name is one of a file that is read."""
+    """Whether a path is a file whose suffix, in any case, is one of SUFFIXES, perhaps
+    with one of PACKED behind it, and whose name does not begin with a dot."""
     name = path.name.lower()
     for packed in PACKED:
         name = name.removesuffix(packed)
@@ -191,7 +196,8 @@ def _in_order(paths: Iterable[Path]) -> list[Path]:
 
 
 def _stem(path: Path) -> str:
-    """Returns a file's name without its suffixes; of a folder its whole name."""
+    """Returns the name of a file or folder, of a link what it leads to, without the
+    suffixes PACKED and SUFFIXES, in small letters: `v1.2.jsonl.gz` is `v1.2`."""
     name = path.resolve().name
     for suffix in (*PACKED, *SUFFIXES):
         name = name.removesuffix(suffix)
@@ -265,8 +271,8 @@ def _notes(layout: str, sequences: Sequence[RecordedSequence]) -> Iterator[str]:
 
 def _contradictions(n: NoteCounts, sequences: int) -> Iterator[str]:
     """Yields sentences on what records say of one token twice, and not alike: its value
-    among its alternatives, their probabilities, whether a filter left it, and positions
-    that do not count up from 0. `sequences`: how many there are."""
+    among its alternatives, their probabilities, whether a filter left it; and on
+    positions that do not count up from 0. `sequences`: how many there are."""
     words = {
         "another log-probability among their alternatives": n.other,
         "alternatives of more probability than 1": n.too_probable,
@@ -282,7 +288,8 @@ def _contradictions(n: NoteCounts, sequences: int) -> Iterator[str]:
 
 def _other_among_alternatives(x: RecordedSequence) -> int:
     """Returns how many tokens stand among their alternatives with another value, by more
-    than storing in 16 bits changes."""
+    than ALIKE of its size, or than ALIKE where it is below 1 in size. Values that are not
+    finite on either are left out."""
     if x.top_ids is None or x.top_logprobs is None:
         return 0
     same = (x.top_ids == x.token_ids[:, None]) & np.isfinite(x.top_logprobs)
@@ -293,8 +300,8 @@ def _other_among_alternatives(x: RecordedSequence) -> int:
 
 
 def _too_probable(x: RecordedSequence) -> int:
-    """Returns how many tokens have alternatives whose probabilities sum to more than
-    1."""
+    """Returns how many tokens have alternatives whose probabilities sum to more than 1,
+    by more than ALIKE."""
     if x.top_logprobs is None:
         return 0
     with np.errstate(over="ignore"):
@@ -303,8 +310,9 @@ def _too_probable(x: RecordedSequence) -> int:
 
 
 def _not_left(x: RecordedSequence) -> int:
-    """Returns how many tokens that count are not among the tokens that their filter left
-    (`kept_ids`). A token without a record of these is not among them."""
+    """Returns how many tokens that count, and have a record of the tokens that their
+    filter left (`kept_ids`), are not among these. 0 where the sequence has no such
+    record."""
     if x.kept_ids is None or x.kept_offsets is None:
         return 0
     at = np.repeat(np.arange(len(x)), np.diff(x.kept_offsets))
@@ -314,7 +322,9 @@ def _not_left(x: RecordedSequence) -> int:
 
 
 def _counts_otherwise(x: RecordedSequence) -> bool:
-    """Whether recorded positions are not 0, 1, 2 ... in each sequence of a pack."""
+    """Whether recorded positions are not 0, 1, 2 ... in each sequence of a pack. Where
+    the lengths of these are not recorded, each begins at position 0. False without
+    positions."""
     if x.position_ids is None:
         return False
     counted = np.arange(len(x))
@@ -340,7 +350,8 @@ def _first_positive(sequences: Sequence[RecordedSequence]) -> tuple[str, int, fl
 
 def _listed(names: Iterable[str]) -> str:
     """Returns the first SHOWN names, joined by commas, and how many more there are; empty
-    for none."""
+    for none. A name is cut after 60 characters; one that is not printable is as Python
+    spells it."""
     texts = [str(name).encode(errors="replace").decode()[:60] for name in names]
     shown = [text if text.isprintable() else repr(text) for text in texts[:SHOWN]]
     more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""

@@ -93,7 +93,8 @@ class Side:
 
 
 def length_of(run: slice) -> int:
-    """Returns how many positions a slice has, which must have a beginning and an end."""
+    """Returns the end of a slice less its beginning, both of which it must have. A step
+    is not looked at."""
     return int(run.stop - run.start)
 
 

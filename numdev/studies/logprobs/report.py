@@ -92,8 +92,8 @@ class SideRow(Record):
 
     @property
     def over_predicted(self) -> float | None:
-        """Returns the rms error over the predicted one; None without numbers, or where
-        nothing is predicted."""
+        """Returns the rms error over the predicted one; None without numbers, and where
+        the predicted one is missing or 0."""
         if self.square is None or not self.predicted_square:
             return None
         return math.sqrt(self.square / self.predicted_square)
@@ -272,7 +272,9 @@ class LogprobsReport(Report):
 
     @property
     def unmeasured(self) -> str:
-        """Returns a clause that says why no token was compared."""
+        """Returns a clause that says why no token was compared, with the reasons of all
+        rows that have one, each once, or `none counts`. It says so also where some tokens
+        were compared."""
         reasons = sorted({row.reason for row in self.rows if row.reason})
         return f"no token could be compared: {', or '.join(reasons) or 'none counts'}"
 

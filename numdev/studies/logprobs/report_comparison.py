@@ -47,7 +47,8 @@ class SideNames:
     row = step
 
     def lost(self, a: SideRow, b: SideRow) -> list[str]:
-        """Returns the names of the numbers that row A has and row B lacks."""
+        """Returns which of the numbers `square` and `predicted_square` row A has and row
+        B lacks."""
         return lost_numbers(a, b, ("square", "predicted_square"))
 
     def about(self, row: SideRow) -> About:
@@ -67,9 +68,9 @@ def about(side: str) -> About:
 
 def moves(old: LogprobsReport, new: LogprobsReport) -> tuple[SideNames, Compared]:
     """Returns the names by which rows are paired, and what changed from `old` to `new`: a
-    group for each side that both have, and for the pair, and a move for each whose number
-    moved. Raises UsageError where a side is held to another support or format in `new`
-    than in `old`."""
+    group for each side, and for the pair, that has a sequence with numbers in both, and a
+    move for each whose number moved. Raises UsageError where a side is held to another
+    support or format in `new` than in `old`."""
     for a in old.plan.sides:
         for b in new.plan.sides:
             differ = (a.support, a.format) != (b.support, b.format)
@@ -94,8 +95,9 @@ def moves(old: LogprobsReport, new: LogprobsReport) -> tuple[SideNames, Compared
 def _numbers(
     names: SideNames, old: LogprobsReport, new: LogprobsReport
 ) -> Iterator[tuple[tuple[str, str], SequenceRatios]]:
-    """Yields ((side, metric), numbers) for every side that both reports have, then for
-    the pair: by sequence the number in `old` and in `new`."""
+    """Yields ((side, metric), numbers) for every side that has a sequence with numbers in
+    both reports, then for the pair, always: by sequence the number in `old` and in `new`,
+    which may be none."""
     rows = measured_pairs(names, old.rows, new.rows)
     for side, of_side in grouped(rows, lambda pair: pair[1].side).items():
         both = numbers_in_both(of_side, ERROR)

@@ -26,9 +26,10 @@ COLDEST = 1e-4  # a temperature below which servers take the likeliest token
 
 def support_of(says: RecordedSettings, request: LogprobsRequest) -> Support:
     """Returns what a record's values are meant to be under: the temperature that it says,
-    else the request's, else 1; and a filter only where the request says one, or the
-    record says that its values are processed. Values that it says are raw are at
-    temperature 1, of all tokens; so are greedy ones, below COLDEST."""
+    else the request's, else 1. A temperature below COLDEST, which is greedy, counts as 1.
+    Each filter is the request's, else, where the record says that its values are
+    processed, the record's; else none. Values that the record says are raw are at
+    temperature 1, of all tokens, whatever the request says."""
     mode, temperature = says.logprobs_mode, says.temperature
     if mode == "raw_logprobs":
         return Support()
@@ -56,9 +57,10 @@ def _filter_of(says: RecordedSettings) -> Support:
 def supports_tried(
     settings: Sequence[RecordedSettings], request: LogprobsRequest
 ) -> list[Support]:
-    """Returns the filters that are tried on every record of a side: those that its
-    records say, that of the request, and the usual ones; each at the records'
-    temperature, and only where all have one."""
+    """Returns the filters that are tried on every record of a side, each once: those that
+    its records say, that of the request, and the usual ones; each at the records'
+    temperature. Empty where the records are not held to one and the same temperature, and
+    without records."""
     meant = [support_of(says, request) for says in settings]
     temperatures = {support.temperature for support in meant}
     if len(temperatures) != 1:
@@ -78,7 +80,8 @@ def recipe_of(
     settings: Sequence[RecordedSettings], request: LogprobsRequest
 ) -> ProgramRecipe:
     """Returns how a side rounds: its format, and the head's, as all of its records say,
-    else as the request does. A head as narrow as the rest, though in another format, is
+    else as the request does. A format that is not in FORMATS counts as not said, such a
+    head as in the rest's. A head as narrow as the rest, though in another format, is
     taken to be of the rest's."""
     says = format_name(common(settings, "dtype"))
     fmt = says if says in FORMATS else request.format
@@ -90,15 +93,15 @@ def recipe_of(
 
 def format_name(name: str | None) -> str:
     """Returns a format's name as numdev has it, of `torch.bfloat16` or `bf16` too; what
-    names no format as it is."""
+    names no format as it is, None as `None`."""
     with suppress(UsageError):
         return format_named(str(name)).name
     return str(name)
 
 
 def common(settings: Sequence[RecordedSettings], name: str) -> str | None:
-    """Returns what all records say of a setting; None where they say nothing, or do not
-    agree."""
+    """Returns what all records say of the setting `name`, a field; None where they do not
+    agree, as where one says nothing, and without records."""
     values = {getattr(says, name) for says in settings}
     return next(iter(values)) if len(values) == 1 else None
 
@@ -106,10 +109,11 @@ def common(settings: Sequence[RecordedSettings], name: str) -> str | None:
 def several_of(
     settings: Sequence[RecordedSettings], request: LogprobsRequest
 ) -> dict[str, tuple[str, ...]]:
-    """Returns by its name what records say of each setting that a side has one of, in
-    their order, where that is not the same: versions of the weights, or where some say
-    none steps of training; formats, where those that say nothing have the request's;
-    engines."""
+    """Returns by name of each setting that a side has one of the different values that
+    its records say, in their order; only settings with two or more. They are
+    `weights_version`; `step` of training, where some record says no version; `engine`;
+    and the formats `dtype` and `head`, where those that say nothing have the request's. A
+    head that neither says is of the record's `dtype`."""
     says: dict[str, list[object]] = {
         "weights_version": [x.weights_version for x in settings],
         "step": [x.step for x in settings],
@@ -131,8 +135,8 @@ def settings_remarks(
     sides: Sequence[PlannedSide], settings: Sequence[Sequence[RecordedSettings]]
 ) -> Iterator[str]:
     """Yields sentences on what the records of a side, or those of two sides, do not agree
-    in, and on formats whose roundings cannot be predicted. `settings`: of the
-    records of each side."""
+    in, on formats whose roundings cannot be predicted, and on temperatures below COLDEST,
+    which count as 1. `settings`: of the records of each side."""
     for side, of_side in zip(sides, settings, strict=True):
         if engines := side.several.get("engine"):
             listed = ", ".join(name[:LONGEST_NAME] for name in engines)

@@ -31,8 +31,10 @@ def pair_sums(
     p: np.ndarray, q: np.ndarray, clip: tuple[float, float]
 ) -> dict[str, float]:
     """Returns the sums over tokens of every term that the statistics are made of, by
-    name; `p`, `q`: log-probabilities by trainer and rollout, float64 [tokens], finite.
-    A ratio beyond float64 is infinite, and so are its sums."""
+    name; `p`, `q`: log-probabilities by trainer and rollout, float64 [tokens], finite. A
+    term beyond float64 is infinite, and so is its sum: exp(2d) above d = 354. Where
+    probabilities themselves are infinite, their difference may be NaN. `clip`: the least
+    and the largest ratio within the band. Without tokens each sum is 0."""
     d = p - q
     with np.errstate(over="ignore"):
         r = np.exp(d)
@@ -49,7 +51,8 @@ def pair_sums(
 
 
 def outside(ratio: np.ndarray, band: tuple[float, float]) -> np.ndarray:
-    """Returns 1 where a ratio lies outside a band, 0 within or on its edge; float64."""
+    """Returns 1 where a ratio lies outside a band, 0 within or on its edge, and for NaN;
+    float64."""
     return ((ratio < band[0]) | (ratio > band[1])).astype(np.float64)
 
 
@@ -64,13 +67,14 @@ class Formula(NamedTuple):
 
 
 def _mean(term: str) -> Callable[[Sums], float]:
-    """Returns the function that gives the mean of a term over tokens."""
+    """Returns the function that gives the mean of a term over tokens, from sums by name.
+    It raises ZeroDivisionError without tokens."""
     return lambda sums: sums[term] / sums["tokens"]
 
 
 def _pearson(sums: Sums) -> float:
-    """Returns the correlation of the two sides' probabilities; NaN where one is
-    constant."""
+    """Returns the correlation of the two sides' probabilities; NaN where the variance of
+    one comes out as 0 or less. Raises ZeroDivisionError without tokens."""
     n = sums["tokens"]
     a, b = sums["a"] / n, sums["b"] / n
     spread = (sums["aa"] / n - a * a) * (sums["bb"] / n - b * b)
@@ -78,7 +82,8 @@ def _pearson(sums: Sums) -> float:
 
 
 def _sample_size(sums: Sums) -> float:
-    """Returns the effective sample size of clamped ratios, as a share of the tokens."""
+    """Returns the effective sample size of clamped ratios, as a share of the tokens.
+    Raises ZeroDivisionError where no ratio is above 0."""
     n = sums["tokens"]
     mean = sums["clamped"] / n
     return mean * mean / (sums["clamped_square"] / n)
@@ -151,8 +156,9 @@ def dashboard(
 
 
 def _sequence_sums(row: PairRow, clip: tuple[float, float]) -> dict[str, float]:
-    """Returns the terms of one sequence as a whole, by name. A product beyond float64 is
-    infinite."""
+    """Returns the terms of one sequence as a whole, by name. A product of ratios of e^700
+    or more is infinite, and its square where the product is e^350 or more. The row has at
+    least one token."""
     total, n = row.sums["d"], row.sums["tokens"]
     product = math.exp(total) if total < 700 else math.inf
     square = math.exp(2 * total) if total < 350 else math.inf
@@ -172,9 +178,9 @@ def jackknife(
     """Returns a number made of sums over sequences, and its interval: each sequence is
     left out once, and Student's t is taken of what that changes. Without an interval for
     fewer than FEWEST sequences, where some sequence cannot be left out, and for one that
-    is not finite; None where the number is not. `within`: the least and the most that the
-    number can be, where the interval ends: what is impossible is left out, which changes
-    no coverage.
+    is not finite. None where the number, or a sum of a sequence, is not finite.
+    `sequences`: at least one. `within`: the least and the most that the number can be,
+    where the interval ends: what is impossible is left out, which changes no coverage.
 
     Efron and Stein, "The jackknife estimate of variance" (1981); Mandelkern, "Setting
     confidence intervals for bounded parameters", Statist. Sci. 17 (2002)."""
@@ -243,7 +249,8 @@ def median(parts: Sequence[np.ndarray]) -> float | None:
 
 
 def student(freedom: int, confidence: float) -> float:
-    """Returns the two-sided quantile of Student's t."""
+    """Returns the two-sided quantile of Student's t with `freedom` degrees of freedom, at
+    a `confidence` of 0 to 1."""
     from scipy.special import stdtrit  # a third of a second that a gate need not wait for
 
     return float(stdtrit(freedom, (1 + confidence) / 2))
@@ -251,7 +258,7 @@ def student(freedom: int, confidence: float) -> float:
 
 def smallest_mean(estimate: SequenceEstimate | None) -> float | None:
     """Returns the smallest mean that would be told from 0, four times in five, at 95 %:
-    2.8 / 1.96 of the half interval. None without one."""
+    2.8 / 1.96 of half the interval. None without an interval."""
     if estimate is None or estimate.low is None or estimate.high is None:
         return None
     return (estimate.high - estimate.low) / 2 * 2.8 / 1.96

@@ -113,10 +113,13 @@ def logprobs(
     open_model: Callable[[str], ExactModel] | None = None,
 ) -> LogprobsReport:  # fmt: skip
     """Returns the report on one side or two, judged by `rules` (None: the default ones).
-    `joined`: both sides' sequences in pairs, where there are two. `text_of`: the text of
-    a token id, where the worst tokens are to be shown as text. `open_model`: opens a
-    checkpoint, where it is not to be opened anew. Raises UsageError for
-    three sides, and for one without a model; what opening the model raises."""
+    `joined`: both sides' sequences in pairs; None: no pair is compared. `text_of`: the
+    text of a token id, where the worst tokens are to be shown as text. `open_model`:
+    opens a checkpoint, where it is not to be opened anew; one with an adapter always is.
+    Raises UsageError for no side or three, for one without a model, for a format whose
+    roundings cannot be predicted, and for a second run (`repeat`) of other sequences.
+    Raises MeasurementError for a system that the rules do not hold for, for a token that
+    the model lacks, and where the model fails; and what opening the model raises."""
     rules, begun = rules or default_rules(), time.monotonic()
     system = System.probe(request.device)
     check_system(system.as_dict(), rules)
@@ -182,7 +185,8 @@ Key = tuple[str | None, bytes]
 
 
 def key_of(record: RecordedSequence) -> Key:
-    """Returns what a second run of a sequence shares with the first."""
+    """Returns the uid of a sequence and its tokens as bytes, which a second run shares
+    with the first."""
     return record.uid, record.token_ids.tobytes()
 
 
@@ -190,8 +194,9 @@ def repeats_of(
     request: LogprobsRequest, sides: Sequence[Side]
 ) -> dict[tuple[str, Key], np.ndarray]:
     """Returns by side and sequence the log-probabilities of a second run, of the side
-    that the request's file names, else of the first. Raises what reading it raises, and
-    UsageError where it has both sides, or none of the sequences."""
+    that the request's file names, else of the first; empty where the request has no such
+    file. Raises what reading it raises, and UsageError where it has both sides, or none
+    of the sequences. `sides`: at least one."""
     if request.repeat is None:
         return {}
     runs = read_sides(Path(request.repeat))
@@ -209,8 +214,9 @@ def repeats_of(
 
 
 def distinct_sides(sides: Sequence[Side]) -> list[Side]:
-    """Returns the sides in order; those that share a name, or are called as both together
-    are, as copies named `FILE (NUMBER)` by their place, from 1."""
+    """Returns the sides in order; those that share a name, or are called PAIR as both
+    together are, as copies named `FILE (NUMBER)` by their place, from 1. FILE is their
+    file's name without its last suffix."""
     names = [side.name for side in sides]
     return [
         side
@@ -222,7 +228,8 @@ def distinct_sides(sides: Sequence[Side]) -> list[Side]:
 
 def text_of_tokens(checkpoint: str | None) -> Callable[[int], str]:
     """Returns the function that gives the text of a token id by the tokenizer beside a
-    checkpoint. Raises UsageError where there is none."""
+    checkpoint. Raises UsageError where there is none, or no checkpoint; MeasurementError
+    where its files cannot be read."""
     path = demo_checkpoint() if checkpoint == "demo" else Path(checkpoint or "")
     tokenizer = load_tokenizer(path) if checkpoint else None
     if tokenizer is None:
@@ -232,7 +239,8 @@ def text_of_tokens(checkpoint: str | None) -> Callable[[int], str]:
 
 
 def check_format(name: str, option: str) -> None:
-    """Raises UsageError for a format whose roundings cannot be predicted."""
+    """Raises UsageError, which says `option`, for a format whose roundings cannot be
+    predicted: a name that is not in FORMATS, be it another name of one."""
     if name not in FORMATS:
         raise UsageError(f"{option}: expected one of {', '.join(FORMATS)}, got {name!r}")
 
@@ -278,8 +286,8 @@ class LogprobsStudy:
 
     @property
     def pairs(self) -> Sequence[SequencePair]:
-        """Returns the sequences that both sides have; one is in memory at a time, where
-        they were read of files."""
+        """Returns the pairs of sequences that both sides have, empty for one side; one is
+        in memory at a time, where they were read of files."""
         return self.joined.pairs if self.joined is not None else ()
 
     def chosen(self, side: Side) -> Sequence[int]:
@@ -294,8 +302,9 @@ class LogprobsStudy:
         self, recipe: ProgramRecipe, sequences: Sequence[Observed]
     ) -> dict[str, dict[int, np.ndarray]]:
         """Returns by fix, and by the place of a sequence, the errors that are predicted
-        with it; for some sequences, evenly spread. Empty where no ratio is outside the
-        clip band, so that nothing is to be mended."""
+        with it; for at most MOST_SEQUENCES of them, evenly spread. Empty where no ratio
+        is outside the clip band, so that nothing is to be mended, and for a recipe
+        without a fix. There is a model."""
         fixed: dict[str, dict[int, np.ndarray]] = {}
         is_clipped = any(
             outside(np.exp(s.errors[s.counts]), self.clip).any() for s in sequences
@@ -367,7 +376,8 @@ class LogprobsStudy:
     ) -> tuple[SideRow, Observed | None]:  # fmt: skip
         """Returns the row of one sequence, and what causes are looked for in; skipped
         with a reason and None where its prompt is not known, it has several versions of
-        the weights, or no token has numbers. There is a model."""
+        the weights, or no token has numbers. There is a model. Raises MeasurementError
+        for a token that the model lacks."""
         assert self.model is not None
         support = support_of(record.settings, self.request)
         about = {"side": side, "sequence": number, "uid": record.uid}
@@ -432,8 +442,9 @@ class LogprobsStudy:
     def at_temperature(
         self, sequences: Sequence[Observed], beta: float
     ) -> list[Observed]:
-        """Returns sequences held to their temperature over `beta`, of all tokens, with
-        all that is known of the exact model there."""
+        """Returns sequences held to their temperature over `beta`, rounded to three
+        digits, of all tokens, with all that is known of the exact model there. Predicted
+        errors stay as they are. There is a model."""
         assert self.model is not None
         moved = []
         for seen in sequences:
@@ -453,7 +464,9 @@ class LogprobsStudy:
 
     def with_instead(self, sequences: Sequence[Observed]) -> list[Observed]:
         """Returns sequences with their exact values under every cause that the model must
-        be run for: one mistake after the other, since each is a model of its own."""
+        be run for, and with the experts that they recorded: one mistake after the other,
+        since each is a model of its own. There is a model, and each sequence has a
+        support."""
         assert self.model is not None
         values: list[dict[tuple[str, str], np.ndarray]] = [{} for _ in sequences]
         for cause, dose in self.model.variants():
@@ -474,7 +487,7 @@ class LogprobsStudy:
 
     def rerouted(self, seen: Observed) -> Rerouted | None:
         """Returns a sequence's numbers with the experts that it recorded; None where it
-        has none that fit the model."""
+        has none that fit the model, and without a support or a recipe."""
         model, record, support = self.model, seen.record, seen.support
         if record.routed_experts is None or support is None or seen.recipe is None:
             return None
@@ -504,8 +517,9 @@ class LogprobsStudy:
         return {}
 
     def with_other_inputs(self, seen: Observed) -> dict[tuple[str, str], np.ndarray]:
-        """Returns the exact values of a sequence by the earlier checkpoint, and of a pack
-        whose sequences see each other, or whose positions go on; by cause and dose."""
+        """Returns the exact values of a sequence by the earlier checkpoint, where there
+        is one, and, of a pack that the model has positions for, as if its sequences saw
+        each other, or their positions went on; by cause and dose."""
         assert self.model is not None
         assert seen.support is not None
         record, support = seen.record, seen.support
@@ -525,9 +539,10 @@ class LogprobsStudy:
         self, seen: Observed, fmt: str
     ) -> dict[tuple[str, str], np.ndarray]:
         """Returns the log-probabilities of a sequence, by cause and format, with a head
-        in a format that is narrower than is meant, after exact states: what it errs token
-        by token where the states are more exact than it, and how much where they are not.
-        Empty for a format that is as wide as is meant, or wider than the states'."""
+        in the format `fmt` of FORMATS, after exact states: what it errs token by token
+        where the states are more exact than it, and how much where they are not. Empty
+        for a format that is as wide as is meant, for one that is not narrower than the
+        states', unless it is theirs, and without a recipe or a support."""
         assert self.model is not None
         recipe, support = seen.recipe, seen.support
         if recipe is None or support is None:
@@ -547,7 +562,7 @@ class LogprobsStudy:
 
     def pair_cause_rows(self) -> list[CauseRow]:
         """Returns the rows of the causes that two sides alone can tell: what one of them
-        is beside the other."""
+        is beside the other. Empty where no pair can be compared."""
         search = CauseSearch(PAIR, self.observed_pairs(), stored=in_file)
         for stage in (0, 1) if search.sequences else ():
             search.undo_all([k for k in causes.PAIR_CAUSES if k.stage == stage])
@@ -556,7 +571,8 @@ class LogprobsStudy:
     def observed_pairs(self) -> Iterator[Observed]:
         """Yields of each pair of sequences, in order, the tokens that both sides have:
         with the second side's values, and the first side's for a reference. `sequence` is
-        the pair's number. Pairs without a comparable token are left out."""
+        the pair's number. Pairs without a token that counts and has a finite value on
+        both sides are left out."""
         for number, pair in enumerate(self.pairs):
             a, b = pair.logprobs
             if pair.finite.any():
@@ -572,7 +588,8 @@ class LogprobsStudy:
 
     def routing_remark(self, side: str, sequences: Sequence[Observed]) -> Iterator[str]:
         """Yields a sentence on how many of a side's recorded experts are not the exact
-        model's; none where it recorded none that fit the model."""
+        model's, or on why they cannot be replayed. Nothing where a sequence before that
+        recorded none, and without a model."""
         other = every = 0
         for record in (seen.record for seen in sequences):
             if record.routed_experts is None or self.model is None:
@@ -588,8 +605,9 @@ class LogprobsStudy:
             yield f"{side}: {share} are not those that the exact model chooses."
 
     def format_remark(self, side: SideErrors) -> Iterator[str]:
-        """Yields a question where a side in float32 or wider is beyond its prediction
-        without a cause, and errs as much as one in 16 bits: a size is no proof."""
+        """Yields a question where a side of a format more precise than float16 is beyond
+        its prediction without a cause, and errs as much as one in bfloat16 or float16: a
+        size is no proof. It is by some of its sequences. Else nothing."""
         recipe = side.sequences[0].recipe if side.sequences else None
         is_wide = (
             recipe is not None
@@ -633,7 +651,9 @@ class LogprobsStudy:
     def measured_fields(
         self, measured: Sequence[ComparedSide], text_of: Callable[[int], str] | None
     ) -> dict[str, Any]:
-        """Returns the fields of a report that hold what was measured of sides."""
+        """Returns the fields of a report that hold what was measured of sides, by name:
+        `rows`, `causes`, `costs`, `bins` and `worst`. `text_of`: gives the text of a
+        token of the worst; None: they have none."""
         rows = [row for side in measured for row in side.rows]
         cause_rows = [row for side in measured for row in side.causes]
         bins = [
@@ -650,7 +670,7 @@ class LogprobsStudy:
 
     def cost_rows(self, measured: Sequence[ComparedSide]) -> Iterator[CostRow]:
         """Yields what each side, and then both, would cost if something were mended: rows
-        by sequence. Both need `measured` of two sides."""
+        by sequence. Where the study has joined sides, `measured` has two."""
         for side in measured:
             yield from side_cost_rows(side.errors, self.clip)
         if self.joined is not None:
@@ -698,8 +718,9 @@ def _square_of(
 
 
 def routing_difference(joined: Joined | None) -> Iterator[str]:
-    """Yields at most one sentence, on how many of the experts that one side recorded the
-    other did not choose; none where one side recorded none, or those of other layers."""
+    """Yields at most one sentence, on how many of the experts that the first side
+    recorded the second did not choose. Nothing where in some pair a side recorded none,
+    or they are of other layers."""
     other = every = 0
     for pair in joined.pairs if joined is not None else ():
         a, b = pair.a.routed_experts, pair.b.routed_experts
@@ -714,7 +735,8 @@ def routing_difference(joined: Joined | None) -> Iterator[str]:
 
 def repeat_remark(side: SideErrors) -> Iterator[str]:
     """Yields a sentence on how far two runs of a side differ, beside its predicted error;
-    none without a second run."""
+    none without a second run, where no token has finite values in both, and where that
+    error is 0."""
     pairs = [
         (s.again[s.counts] - s.values[s.counts], s.predicted[s.counts])
         for s in side.sequences
@@ -733,8 +755,10 @@ def repeat_remark(side: SideErrors) -> Iterator[str]:
 
 
 def fixed_recipes(recipe: ProgramRecipe) -> dict[str, ProgramRecipe]:
-    """Returns by fix the recipes that a program in 16 bits could have instead: a head in
-    float32, where it has none, and float16 for bfloat16."""
+    """Returns by fix the recipes that a program could have instead. A program whose head
+    is narrower than the rest: a head in the rest's format, and nothing else. Any other in
+    at most float16's significant bits: a head in float32, where its head is no wider than
+    the rest, and float16, where that is not its format. Empty for a wider format."""
     fixed = {}
     if recipe.has_narrower_head:
         fixed[HEAD] = recipe._replace(head=None)

@@ -37,8 +37,8 @@ ALIKE = 3.0  # times as far from the model as from each other, where both err al
 
 
 def recomputed_summary(report: LogprobsReport) -> LogprobsSummary:
-    """Returns the summary that is made from the plan, rows and verdicts of a report; its
-    stored summary is not read."""
+    """Returns the summary that is made from the plan, rows, remarks and verdicts of a
+    report; its stored summary is not read."""
     sides = tuple(side_summary(report, planned) for planned in report.plan.sides)
     pair_causes = tuple(named_causes(report.causes, PAIR))
     return LogprobsSummary(
@@ -52,7 +52,8 @@ def recomputed_summary(report: LogprobsReport) -> LogprobsSummary:
 
 
 def with_summary(report: LogprobsReport) -> LogprobsReport:
-    """Returns a copy of the report whose summary is made from its rows."""
+    """Returns a copy of the report whose summary is made anew from its plan, rows,
+    remarks and verdicts."""
     return report.model_copy(update={"summary": recomputed_summary(report)})
 
 
@@ -71,13 +72,14 @@ def side_sums(rows: Sequence[SideRow]) -> list[Sums]:
 
 
 def _clipped_share(sums: Sums) -> float:
-    """Returns the share of tokens outside the clip band; `sums`: over sequences, with at
-    least one token."""
+    """Returns the share of tokens outside the clip band; `sums`: over sequences. Raises
+    ZeroDivisionError without tokens."""
     return sums["clipped"] / sums["tokens"]
 
 
 def _rms_over_predicted(sums: Sums) -> float:
-    """Returns the rms error over the predicted one; `sums`: over sequences."""
+    """Returns the rms error over the predicted one; `sums`: over sequences. Raises
+    ZeroDivisionError where nothing is predicted."""
     return math.sqrt(sums["square"] / sums["predicted_square"])
 
 
@@ -219,9 +221,9 @@ def answer(
 def agreement_sentence(
     report: LogprobsReport, sides: Sequence[SideSummary]
 ) -> Iterator[str]:
-    """Yields one sentence where both sides are beyond their prediction without a cause,
-    and are ALIKE times nearer to each other: then the model may be another one than they
-    ran. Nothing else."""
+    """Yields one sentence where both sides are beyond AT_PREDICTION times their predicted
+    error without a named cause, and are at least ALIKE times nearer to each other: then
+    the model may be another one than they ran. Else nothing."""
     off = [
         side.rms
         for side in sides
@@ -240,8 +242,9 @@ def agreement_sentence(
 
 def cost_sentence(costs: Sequence[Cost], clip: tuple[float, float]) -> Iterator[str]:
     """Yields `7.9 % of the ratios lie outside [0.8, 1.2]; predicted: with a head in
-    float32 1.5 %, in float16 0 %.`, of the pair. Fixes that were not predicted are left
-    out. Nothing where no ratio lies outside, and without a pair."""
+    float32 1.5 %, in float16 0 %.`, of the pair. Fixes that were not predicted, or leave
+    a token without a finite value, are left out. Nothing where no ratio lies outside, and
+    without a pair."""
     words = {
         UNDONE: "with the causes undone",
         ROUNDINGS: "by roundings alone",

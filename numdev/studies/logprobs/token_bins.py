@@ -23,7 +23,9 @@ By = Literal["position", "entropy", "probability"]
 def bins_of(side: str, sequences: Sequence[Observed]) -> Iterator[Bin]:
     """Yields the errors of one side by position, by entropy and by the exact probability
     of the token; in this order, from the lowest range up; ranges without a token are left
-    out. Each has its lower end, the last one both."""
+    out. A range has its lower end, not its upper one; the last range of probabilities has
+    both. Sequences without exact values are left out; the others need predicted errors. A
+    probability above 1 counts as 1, an entropy below 0 as 0."""
     edges: dict[By, tuple[float, ...]] = {
         "position": POSITIONS, "entropy": ENTROPIES, "probability": PROBABILITIES,
     }  # fmt: skip
@@ -48,8 +50,9 @@ def bins_of(side: str, sequences: Sequence[Observed]) -> Iterator[Bin]:
 
 
 def _columns(seen: Observed) -> dict[str, np.ndarray]:
-    """Returns what tokens that count are sorted by, and their errors, by name; float64
-    [tokens] each."""
+    """Returns numbers of the tokens that count, float64 [tokens] each, by name:
+    `position`, `entropy` (nats, at least 0), `probability` (exact, at most 1), `error`
+    and `predicted`. The sequence has exact values and predicted errors."""
     assert seen.exact is not None
     assert seen.predicted is not None
     counts = seen.counts
@@ -63,8 +66,8 @@ def _columns(seen: Observed) -> dict[str, np.ndarray]:
 
 
 def worst_tokens(side: str, sequences: Iterable[Observed]) -> list[WorstToken]:
-    """Returns the tokens with the largest |error| of all sequences, the largest first, at
-    most MOST."""
+    """Returns the tokens with the largest |error| of all tokens that count, the largest
+    first, at most MOST; of equal ones the earlier first. Empty where none counts."""
     worst: list[WorstToken] = []
     for seen in sequences:
         size = np.where(seen.counts, np.abs(seen.errors), -1.0)
@@ -77,7 +80,9 @@ def worst_tokens(side: str, sequences: Iterable[Observed]) -> list[WorstToken]:
 
 
 def _worst_token(side: str, seen: Observed, at: int) -> WorstToken:
-    """Returns the token of a sequence at a position, where it counts."""
+    """Returns the record of the token at position `at` of a sequence, which counts.
+    `exact` is the reference there, be it the other side's; `entropy` is None without
+    exact values."""
     return WorstToken(
         side=side,
         sequence=seen.sequence,

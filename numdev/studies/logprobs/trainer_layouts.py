@@ -43,7 +43,8 @@ def prime_rl_sequences(record: FileRecord) -> Sequences:
 
     Values belong to their tokens; the first value of each side becomes NaN: the trainer's
     is a filling, -log of the vocabulary's size. The sampling temperature, under which
-    both sides are, is not in the file. What was not finite is null. Raises
+    both sides are, is not in the file. What was not finite is null. A sequence is named
+    by `step`, `rank` and `export_sequence_idx`, `3/0/1`, where it has all three. Raises
     MeasurementError for another version, and for fields that are missing or do not fit
     together."""
     _expect_version(record, "schema_version", PRIME_RL_SCHEMA)
@@ -86,10 +87,11 @@ def nemo_rl_sequences(record: FileRecord) -> Sequences:
     each side that has values, the rollout first.
 
     Columns are rectangles, padded on the right up to `input_lengths`. Value i belongs to
-    token i and the first is a filling. A token counts where its own mask and that of its
-    sample are 1; a missing mask is 1. A sequence is named by step and `idx`, `3/0`, and
-    where a line has several also by its number there, `3/0/1`. Raises MeasurementError
-    for fields that are missing or do not fit together."""
+    token i and the first is a filling. A token counts where its own mask is 1 and that of
+    its sample is not 0; a missing mask is 1. A sequence is named by step, which the
+    file's name says, and `idx`, `3/0`, and where a line has several also by its number
+    there, `3/0/1`; not where one of these is missing. Raises MeasurementError for fields
+    that are missing or do not fit together."""
     step = re.search(r"train_data_step(\d{1,9})", record.place)
     index = record.whole("idx")
     every = list(rows(record))

@@ -75,7 +75,8 @@ class Support(NamedTuple):
 
     @property
     def is_full(self) -> bool:
-        """Whether no filter leaves a token out."""
+        """Whether there is no filter: top_k and min_p are None or 0, top_p is None, 0, or
+        1 and more."""
         return (self.top_p or 1.0) >= 1.0 and not self.top_k and not self.min_p
 
     @property
@@ -111,13 +112,15 @@ class ProgramRecipe(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Returns `bfloat16`, or `bfloat16 with a head in float32`."""
+        """Returns `bfloat16`, or `bfloat16 with a head in float32`. A head with as many
+        significant bits as the rest is left out."""
         differs = self.has_wider_head or self.has_narrower_head
         return f"{self.format} with a head in {self.head}" if differs else self.format
 
 
 def _bits(fmt: str) -> int:
-    """Returns the significant bits of a format, by its name."""
+    """Returns the significant bits of a format, by its name. Raises UsageError for a name
+    of no format."""
     return format_named(fmt).precision
 
 
@@ -140,7 +143,7 @@ class ExactValues:
     def at_temperature(self, temperature: float) -> np.ndarray:
         """Returns the log-probability of each token, float64 [n], among all tokens at a
         temperature from 0.25 to 4. It is interpolated, to about 3e-6. Raises UsageError
-        for another temperature."""
+        for another temperature, ZeroDivisionError for 0."""
         if not HOTTEST <= 1 / temperature <= COLDEST:
             raise UsageError(
                 f"temperature: expected 0.25 to 4 to be tried, got {temperature:g}"
@@ -161,8 +164,8 @@ def inverse_temperatures() -> np.ndarray:
 
 def _interpolation_weights(beta: float) -> np.ndarray:
     """Returns the weights, float64 [NODES], with which values at `inverse_temperatures`
-    are summed to give the value at `beta`: barycentric interpolation in log(beta) at
-    Chebyshev's nodes of the first kind."""
+    are summed to give the value at `beta`, which is above 0: barycentric interpolation in
+    log(beta) at Chebyshev's nodes of the first kind."""
     nodes = np.log(inverse_temperatures())
     distance = math.log(beta) - nodes
     exact = np.abs(distance) < 1e-14
@@ -214,9 +217,9 @@ class ExactModel:
         return {k: v for k, v in described.items() if not k.startswith("prompt")}
 
     def _subject(self, fmt: str, variant: str) -> Subject:
-        """Returns the model in a format, loaded once for each variant. `variant`: one of
-        ATTENTIONS, NARROW_HEAD, or a dose of `variants`. Of models with a mistake only
-        the last one stays in memory."""
+        """Returns the model in a format, which stays in memory. `variant`: one of
+        ATTENTIONS, NARROW_HEAD, or a dose of `variants`. Of models with a mistake, and
+        with a narrow head, only the last one stays."""
         key = fmt, variant
         if key not in self._subjects:
             if variant not in ATTENTIONS:
@@ -269,8 +272,9 @@ class ExactModel:
 
     def routing(self, token_ids: np.ndarray, k: int) -> Routing:
         """Returns the experts that the exact model chooses for token ids, int64 [n], `k`
-        for each token in a layer. Computed once for the same ids. Raises NotReplayed
-        where no layer chooses so many."""
+        for each token in a layer. Computed once for the same ids and `k`. Raises
+        NotReplayed where no layer chooses so many, and where layers have different
+        numbers of experts."""
         key = token_ids.tobytes(), k
         if key not in self._routings:
             subject = self._subject(FP64, "sdpa")
@@ -301,8 +305,9 @@ class ExactModel:
         """Returns the exact logits, fp64 [n, vocabulary], of token ids, int64 [n], by the
         model (`sdpa`) or with a dose of `variants`. Positions are counted from `begin`;
         tokens go to `experts`, as `forced_experts` takes them. Row i predicts token i +
-        1. Raises MeasurementError for an id that the model has no token for, NotReplayed
-        where `experts` do not fit it."""
+        1. Raises MeasurementError for an id that the model has no token for, and where
+        the model fails or returns no logits; NotReplayed where `experts` do not fit
+        it."""
         self._check_ids(token_ids)
         forced = self.forced_experts(token_ids, experts)
 
@@ -327,9 +332,10 @@ class ExactModel:
     ) -> Tensor:  # fmt: skip
         """Returns the logits, fp64 [n, vocabulary], where each operation is rounded to
         nearest by a recipe, with `experts` as `exact_logits` takes them. Where the head
-        alone is narrow, all before it is exact: it errs thousands of times less. Raises
-        MeasurementError for an id that the model has no token for, NotReplayed where
-        `experts` do not fit it."""
+        is narrower than the rest, all before it is exact: it errs thousands of times
+        less. Where it is wider, the head is exact. Raises MeasurementError for an id that
+        the model has no token for, and where the model fails or returns no logits;
+        NotReplayed where `experts` do not fit it."""
         self._check_ids(token_ids)
         forced = self.forced_experts(token_ids, experts)
         variant = NARROW_HEAD if recipe.has_narrower_head else recipe.attention
@@ -415,7 +421,8 @@ def _inputs(token_ids: np.ndarray) -> dict[str, Tensor]:
 
 def _logits(answer: object) -> Tensor:
     """Returns the logits of a model's answer, fp64 [sequences, n, vocabulary]. Raises
-    MeasurementError where it returns hidden states."""
+    MeasurementError where it returns hidden states, or no floating-point tensor of two
+    axes or more."""
     if hasattr(answer, "last_hidden_state"):
         raise MeasurementError("the model returns hidden states, and no logits of tokens")
     return outputs_by_name(answer)[""]
@@ -423,8 +430,8 @@ def _logits(answer: object) -> Tensor:
 
 def segments_of(sequence: RecordedSequence) -> list[slice]:
     """Returns the sequences that a record packs, as slices of its tokens, without empty
-    ones. They are by `sequence_lengths`, else each begins where `position_ids` is 0. A
-    record with neither is a single one."""
+    ones. They are by `sequence_lengths`; else one begins at the first token, and each
+    other where `position_ids` is 0. A record with neither is a single one."""
     n = len(sequence)
     if sequence.sequence_lengths is not None:
         ends = np.cumsum(sequence.sequence_lengths)
@@ -498,7 +505,8 @@ def exact_values(
 ) -> ExactValues:  # fmt: skip
     """Returns the exact values of a sequence under a support. `others`: supports of the
     same temperature, of which the probability that each keeps is computed too
-    (`log_mass`). Raises MeasurementError for an id that the model has no token for."""
+    (`log_mass`). Raises MeasurementError for an id that the model has no token for, of a
+    recorded alternative or a kept token too, and where the model fails."""
     values = _without_values(sequence, others)
     for part in segments_of(sequence):
         ids = sequence.token_ids[part]
@@ -587,8 +595,9 @@ def predicted_errors(
     """Returns what rounding each operation to nearest by a recipe changes of the
     log-probabilities `exact`, float64 [n]. NaN at tokens that nothing comes before, or
     where the token is outside the filter, exactly or rounded. `replayed`: with the
-    experts that the sequence recorded. Raises NotReplayed where these do not fit the
-    model."""
+    experts that the sequence recorded, which it has then. Raises NotReplayed where these
+    do not fit the model, MeasurementError where the model fails or has no token for an
+    id."""
     errors = np.full(len(sequence), np.nan)
     for part in segments_of(sequence):
         ids = sequence.token_ids[part]
@@ -626,10 +635,12 @@ def exact_instead(
     replayed: bool = False,
 ) -> np.ndarray:  # fmt: skip
     """Returns the exact log-probabilities of a sequence, float64 [n], computed with a
-    mistake: `dose`, one of `ExactModel.variants` (`sdpa`: none); `as_one`: a pack as one
-    sequence, whose parts see each other; `continued`: parts of a pack with positions
-    counted from its beginning; `replayed`: the experts that it recorded. NaN at the first
-    token of each part. Raises NotReplayed where experts do not fit the model."""
+    mistake: `dose`, one of those of `ExactModel.variants` (`sdpa`: none); `as_one`: a
+    pack as one sequence, whose parts see each other; `continued`: parts of a pack with
+    positions counted from its beginning; `replayed`: the experts that it recorded, which
+    it has then. NaN at the first token of each part, -inf for a token outside the
+    support. Raises NotReplayed where experts do not fit the model, MeasurementError where
+    the model fails or has no token for an id."""
     values = np.full(len(sequence), np.nan)
     parts = segments_of(sequence)
     for part in [slice(0, len(sequence))] if as_one else parts:

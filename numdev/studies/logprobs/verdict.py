@@ -61,8 +61,9 @@ class LogprobsLimits(Strict):
 def tests(report: LogprobsReport, rules: Rules) -> Iterator[Test]:
     """Yields the tests of a report. For each side: whether it was compared, its error
     beside what its format explains, whether its values are finite, and whether a cause is
-    named. For both together: whether they were compared, have the same tokens, are no
-    copy of each other, and, without a model, whether a cause is named."""
+    named; without a model the last three are one undecided test. For both together:
+    whether they were compared, have the same tokens, are no copy of each other, and,
+    without a model, whether a cause is named."""
     limits: LogprobsLimits = rules.limits_of("logprobs")
     for side in report.plan.sides:
         who = kernel_fields(side.format, side.name)
@@ -200,8 +201,8 @@ def _finite_test(report: LogprobsReport, side: PlannedSide) -> TestFields:
 
 def _pair_tests(report: LogprobsReport) -> Iterator[TestFields]:
     """Yields the tests of both sides together: whether their tokens are the same (missing
-    without a pair), whether one is a copy of the other, and without a model those of
-    causes. The report has two sides."""
+    without a pair), whether one is a copy of the other (none without a comparable token),
+    and without a model that of causes. The report has two sides."""
     other = [row for row in report.pairs if row.unshared and not row.cut]
     yield {
         "rule": SAME,

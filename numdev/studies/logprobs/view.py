@@ -100,8 +100,8 @@ def _ends(estimate: SequenceEstimate | None) -> str:
 
 def _noise_styles(report: LogprobsReport) -> Mapping[str, doc.Style]:
     """Returns by side the style of its error over the predicted one: `bad` where it
-    exceeds the limit, `warn` where it is undecided, else empty. No side where the report
-    has no rules."""
+    exceeds the limit, `warn` where it is undecided, as without a model, else empty. No
+    side where the report has no rules."""
     rules = rules_from_data(report.rules)
     styles: dict[Standing, doc.Style] = {
         Standing.EXCEEDED: "bad",
