@@ -57,9 +57,9 @@ def find_stages(targets: Sequence[str]) -> tuple[tuple[Stage, ...], tuple[str, .
     have one, else as they were named. Reads all weights.
 
     Raises UsageError without a target, for one that does not exist or has no checkpoint,
-    for one named twice, and for two checkpoints of one step. Raises MeasurementError
-    where weights are damaged or cannot be tested for NaN, and where no checkpoint has
-    finite weights."""
+    for a path that is named twice, and, where all checkpoints have a step, for two of one
+    step. Raises MeasurementError where weights are damaged or cannot be tested for NaN,
+    and where no checkpoint has finite weights."""
     if not targets:
         raise UsageError("diagnose: expected a target, got none", hint=GIVE)
     paths = [path for target in targets for path in _checkpoints_of_target(target)]
@@ -117,8 +117,8 @@ def _nonfinite_tensor_clause(weights: WeightSet) -> str | None:
 
 
 def _files_beside(path: Path) -> tuple[Path, ...]:
-    """Returns those of config.json and the demo's prompt that exist beside a checkpoint's
-    weights: they decide which calls it has."""
+    """Returns those of config.json and the demo's prompt that exist in a checkpoint's
+    folder `path`, or for `demo` in the demo's: they decide which calls it has."""
     directory = demo_checkpoint() if str(path) == "demo" else path
     return tuple(file for name in BESIDE if (file := directory / name).is_file())
 

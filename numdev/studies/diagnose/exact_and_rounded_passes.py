@@ -67,12 +67,13 @@ class Truth:
 
     def relative_size(self, dw_q_error: Tensor) -> Tensor:
         """Returns |error of dW_Q| / |dW_Q| of each head, [H], of Frobenius norms; NaN
-        without a projection."""
+        without a projection, NaN or infinite where the exact dW_Q is 0."""
         return norm_by_head(dw_q_error) / norm_by_head(self.dw_q)
 
     def delta_error(self, delta: Tensor, right: Tensor) -> Tensor:
         """Returns (`delta` - `right`) / `size`, [B, H, q_len] in fp64; 0 in rows that see
-        no key. `delta`, `right`: two values of delta, [B, H, q_len]."""
+        no key, else NaN or infinite where `size` is NaN or 0. `delta`, `right`: two
+        values of delta, [B, H, q_len]."""
         error = (delta.double() - right) / self.size[:, None]
         return error.masked_fill(self.exact.empty, 0.0)
 

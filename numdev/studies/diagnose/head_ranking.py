@@ -61,9 +61,9 @@ CONDITIONS: Mapping[str, tuple[Mapping[str, float], ...]] = {
 
 def meets_condition(head: HeadRow, condition: str) -> bool | None:
     """Whether a head meets a condition, one of CONDITIONS (another raises KeyError). It
-    does where in one of the condition's lines all numbers that are not None reach their
-    limits in size. It does not where it meets no line, and in a line all numbers are
-    there. None where neither holds."""
+    does where in one of the condition's lines all numbers that are not None, at least
+    one, reach their limits in size. It does not where it meets no line, and in a line all
+    numbers are there. None where neither holds."""
     verdicts = []
     for limits in CONDITIONS[condition]:
         numbers = {name: getattr(head, name) for name in limits}
@@ -77,13 +77,12 @@ def meets_condition(head: HeadRow, condition: str) -> bool | None:
 
 
 def rank_heads(heads: Sequence[HeadRow], cures: Sequence[CureRow]) -> tuple[Ranked, ...]:
-    """Returns every head, the one that moves its layer's dW_Q most first.
-
-    The score is |dW_Q error| of a head over |dW_Q| of its layer, the root of the sum of
-    its heads' squares. Where the head's dW_Q is unknown, or |dW_Q| of its layer is 0, it
-    is |delta's mean error|, or 0 without one. Heads with an unknown dW_Q come last.
-    Equals are in the order of checkpoint, layer, case, call and head. `heads`: all heads
-    of their calls; `cures`: rows of some heads, or none."""
+    """Returns every head, the one that moves its layer's dW_Q most first. The score is
+    |dW_Q error| of a head over |dW_Q| of its layer, the root of the sum of the squares of
+    all heads of its call. Where the head's dW_Q is unknown, or |dW_Q| of its layer is 0,
+    it is |delta's mean error|, or 0 without one. Heads with an unknown dW_Q come last.
+    Equals are in the order of checkpoint, layer (None as 0), case, call and head.
+    `heads`: all heads of their calls; `cures`: rows of some heads, or none."""
     layers: dict[tuple[str, str], list[float]] = {}
     for head in heads:
         layers.setdefault((head.checkpoint, head.case), []).append(head.dw_q_norm or 0.0)
@@ -130,8 +129,8 @@ def is_at_fault(ranked: Ranked) -> bool:
 
 
 def does_harm(ranked: Ranked) -> bool:
-    """Whether a head is at fault, or its score is DROWNED or more: rounding changes half
-    of its layer's dW_Q, whatever the signs of its errors."""
+    """Whether a head is at fault, or its score is DROWNED or more, whatever the signs of
+    its errors. Where its dW_Q is known, rounding then changes half of its layer's."""
     return is_at_fault(ranked) or ranked.score >= DROWNED
 
 
@@ -187,10 +186,10 @@ def answer_sentences(
     cures: Sequence[CureRow],
 ) -> tuple[str, ...]:
     """Returns the first sentences of a report. They are on the heads at fault with the
-    best cure, else on the head of whose layer rounding changes half of dW_Q, else that no
-    judged head is at fault. A sentence follows on heads that could not be judged. Without
-    a ranking it is one sentence, that nothing was diagnosed. `heads`: the rows of the
-    ranked heads."""
+    best cure. Without one they are on the leading head, where rounding changes half of
+    its layer's dW_Q; else that no judged head is at fault. A sentence follows on heads
+    that could not be judged. Without a ranking it is one sentence, that nothing was
+    diagnosed. `heads`: the rows of the ranked heads."""
     if not ranking:
         return ("Nothing was diagnosed: no attention call was measured.",)
     first = leading_head(ranking)

@@ -82,7 +82,7 @@ def _block_sums(x: Tensor) -> Tensor:
 def largest_running_sum(error: Tensor, rows: Tensor) -> Tensor:
     """Returns the largest |running sum of errors| of each sequence over rms · sqrt(rows),
     [B, H]: near 1 for errors of random sign. NaN for a sequence without a row that
-    counts, and without an error. `error`, `rows` (which count, bool): [B, H, n]."""
+    counts, and where all errors are 0. `error`, `rows` (which count, bool): [B, H, n]."""
     counted = torch.where(rows, error, 0.0)
     count = rows.sum(dim=-1).to(error.dtype)
     size = (counted.square().sum(dim=-1) / count).sqrt()

@@ -287,7 +287,8 @@ def origin_hashes(
     """Returns hashes of the targets, and of what their models are built from and read, by
     name, so that a run is not continued on other files at the same paths. Files that do
     not exist are left out. `texts`: by the name of every stage the file of ids from its
-    training's text, or None."""
+    training's text, or None. Raises UsageError for a `model` of the request that cannot
+    be imported."""
     inputs = () if request.inputs is None else (request.inputs,)
     files = {"text": _existing_files(request.text), "inputs": _existing_files(inputs)}
     if request.text:
@@ -312,7 +313,7 @@ def _existing_files(paths: Iterable[str]) -> list[Path]:
 
 def _tokenizer_files(directories: Iterable[str]) -> list[Path]:
     """Returns the files directly in these directories from which a tokenizer may be read:
-    .json, .txt and .model. None for a directory that does not exist."""
+    .json, .txt and .model; none of a directory that does not exist."""
     files = [file for path in directories for file in sorted(Path(path).glob("*"))]
     return [x for x in files if x.suffix in (".json", ".txt", ".model") and x.is_file()]
 
@@ -400,9 +401,9 @@ class _Sample(NamedTuple):
 def step_figures(
     heads: Sequence[records.HeadRow], first: records.Ranked
 ) -> Iterator[Figure]:
-    """Yields a figure by step for each number of METRICS that some head has at two steps.
-    Its curves are of the head `first`, of the worst head at each step, and of the median
-    over heads."""
+    """Yields a figure by step for each number of METRICS that heads have at two steps or
+    more. Its curves are of the head `first`, of the worst head at each step, and of the
+    median over heads."""
     for metric, (title, y_title) in METRICS.items():
         samples = sorted(_head_samples(heads, metric))
         if len({sample.step for sample in samples}) > 1:

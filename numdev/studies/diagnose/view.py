@@ -66,9 +66,9 @@ def styles(report: DiagnoseReport) -> tuple[doc.Style]:
 
 def blocks(report: DiagnoseReport) -> Iterator[doc.Node]:
     """Yields what is shown below the answer: the ranked heads with a legend, the heat
-    map, tables of cures and kernels, and figures; then what was emulated and the notes.
-    Where every head was judged and none does harm, the tables are folded on a page, and
-    left out of a terminal."""
+    map, tables of cures and kernels, and, where the summary has an axis, figures; then
+    what was emulated and the notes. Where every head was judged and none does harm, the
+    tables are folded on a page, and left out of a terminal."""
     ranking = report.summary.ranking
     yield doc.Paragraph(ABOUT)
     if ranking:
@@ -126,7 +126,8 @@ def _cure_table(report: DiagnoseReport, head: Ranked) -> doc.Table:
 
 def _kernel_table(report: DiagnoseReport, head: Ranked) -> doc.Table:
     """Returns the table of each real kernel on the inputs of the head `head`, in the
-    report's order; without rows where none ran on them."""
+    report's order, also of one that refused or failed; without rows where no kernel has a
+    row on them."""
 
     def cells(row: KernelRow) -> Iterator[str | doc.Cell]:
         """Yields the cells of a row, one for each column."""
@@ -184,8 +185,8 @@ def _ranking_table(report: DiagnoseReport) -> doc.Table:
 def _heat_map(report: DiagnoseReport) -> doc.Table:
     """Returns the heat map of what each head scores, calls by heads, ordered by layer. A
     row is named by its layer, or by its case where a layer makes several calls or is
-    unknown. A dash stands for a head whose W_Q is unknown where that of another is
-    known."""
+    unknown. A dash stands for a head that a call lacks, and for one whose W_Q is unknown
+    where that of another is known."""
     ranking = sorted(
         report.summary.ranking, key=lambda r: -1 if r.layer is None else r.layer
     )

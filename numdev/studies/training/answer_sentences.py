@@ -86,10 +86,11 @@ class RunDistance(NamedTuple):
 
 def _distances(run: TrainReport) -> Iterator[RunDistance]:
     """Yields for each label how far its weights are from the golden run's. Labels with
-    equal weights come first. For the others, where runs are re-rounded at a dose of
-    PAIR[0], it is the ratio to the re-rounding at early steps. Where no run is re-rounded
-    so, it is the distance at the first step that has one. Nothing for the golden run, the
-    re-rounding itself, and a label without such numbers."""
+    equal weights come first, in any order. For the others, where runs are re-rounded at a
+    dose of PAIR[0], it is the ratio to the re-rounding at early steps. Where no run is
+    re-rounded so, it is the distance at the first step that has one. Nothing for the
+    golden run, nor for a label without such numbers; nor for the re-rounding itself,
+    unless its weights are equal."""
     weights = [d for d in run.distances if d.of == "weights" and d.step > 0]
     labels: dict[str, list[str]] = {}
     for v in run.variants:

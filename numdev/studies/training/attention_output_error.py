@@ -78,11 +78,12 @@ def output_row(
     seed: int,
     variant: str,
 ) -> AttentionOutputRow:
-    """Returns the errors of a variant's outputs over all calls together, in fp64. Every
-    number is None where an output is not finite; one whose denominator is 0 is None too,
-    and `nulls` has the reason. `outs`, `base`, `truths`: for each call the variant's
-    output, the golden run's, and the exact one, [batch, heads, length, head_dim] each;
-    the first two in one format."""
+    """Returns the errors of a variant's outputs over all calls together, in fp64, but
+    `sharp`, which stays None. Every number is None where an element of `outs` is not
+    finite; one whose denominator is 0 is None too, and `nulls` has the reason. `outs`,
+    `base`, `truths`: for each call the variant's output, the golden run's, and the exact
+    one, [batch, heads, length, head_dim] each; the first two in one format. Raises
+    ValidationError where `outs` is finite and one of the others is not."""
     sums = torch.zeros(8, dtype=torch.float64)
     elements = nonfinite = 0
     for out, golden, truth in zip(outs, base, truths, strict=True):

@@ -182,7 +182,7 @@ class ResolvedVariant(Strict):
 def folder_prefix(variant: str) -> str:
     """Returns the beginning of the names of a variant's checkpoint folders: its name,
     with one `-` for each run of characters other than letters, digits, `_`, `.` and `-`.
-    Nothing stands behind it, and two variants may share one."""
+    Two variants may share one."""
     return re.sub(r"[^\w.-]+", "-", variant)
 
 

@@ -96,7 +96,8 @@ def figure_by_step(
     step. A point's note is `2 of 3` where some of its values are None, else empty.
     `golden`: the label of the baseline; `soft`: labels whose curves are drawn behind the
     others; `relative`, `place`: passed on to Figure, `place` being what the figure is of,
-    by name. Raises KeyError for a value of a label that is not in `labels`."""
+    by name. Raises KeyError where a value that is not left out has a label that is not in
+    `labels`."""
     lines: dict[str, dict[int, list[float]]] = {label: {} for label in labels}
     every: Counter[tuple[str, int]] = Counter()
     for label, step, value in values:

@@ -27,9 +27,10 @@ TIMES, DEVIATIONS = 1.2, 6.0
 
 
 def train_row(lane: Lane, seed: int, step: int) -> TrainRow:
-    """Returns the row of a lane at `step`, after its last update. At step 0 there was no
-    update, and all numbers but the spectral norm are None. The largest score is None too
-    where attention did not note scores."""
+    """Returns the row of a lane at `step`, after its last update. A number that is not
+    finite is None. At step 0 there was no update, and all numbers but the spectral norm
+    are None. The largest score is None too where attention did not note scores. `nulls`
+    has a reason for each number that is None."""
     scores = lane.attention.largest
     norms = spectral_norms(list(lane.network.query_weights()))
     values: dict[str, float | None] = {
@@ -65,8 +66,9 @@ def distance_row(
 ) -> DistanceRow:
     """Returns the distance between two sets of parameters (or gradients, as `of` says),
     all tensors together, as a row. `ours` has every name of `golden`, in the same shape;
-    other names are ignored. `rel` is relative to `golden`. All numbers are None where an
-    element is not finite in one set; one that divides by zero is None too."""
+    other names are ignored. `golden`: at least one tensor. `rel` is relative to `golden`.
+    All distances are None where an element of either set is not finite; one that divides
+    by zero is None too."""
     a, b = (torch.cat([x[name].reshape(-1) for name in golden]) for x in (ours, golden))
     difference = paired(a, b)
     values = {name: getattr(difference, name) for name in DISTANCES}

@@ -167,7 +167,8 @@ class Network(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Returns logits [batch, length, vocabulary] for token ids [batch, length], at
-        most `context` of the configuration long; a longer one raises RuntimeError."""
+        most `context` of the configuration long. A longer one raises RuntimeError where
+        `context` is 2 or more."""
         length, x = input_ids.shape[1], self.tokens(input_ids)
         rotation = None
         if hasattr(self, "positions"):

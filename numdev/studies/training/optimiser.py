@@ -83,14 +83,15 @@ class Updates:
 
     def state(self) -> list[Slots]:
         """Returns the optimiser's state of each parameter, matrices first: tensors by
-        torch.optim's names, not copied; empty for a parameter without an update yet. With
-        the weights they decide all later steps."""
+        torch.optim's names, not copied. Empty for a parameter without an update yet, and
+        for SGD without momentum. With the weights they decide all later steps."""
         return [self.slots.get(p, {}) for p in self._parameters()]
 
     def load_state(self, state: Sequence[Slots]) -> None:
         """Continues from what `state` returned, in its order. Tensors on another device
         than their parameter's are copied to it; others are used as they are, and change
-        with later steps. A parameter whose state is empty starts anew."""
+        with later steps. A parameter whose state is empty starts anew. Raises ValueError
+        for a state of another number of parameters."""
         self.slots = {
             p: {name: x.to(p.device) for name, x in slots.items()}
             for p, slots in zip(self._parameters(), state, strict=True)

@@ -57,8 +57,8 @@ class Lockstep:
     def advance(self) -> None:
         """Makes the next update of every lane, on the same batch. At a recorded step each
         attention call notes its largest score. Raises MeasurementError, which names the
-        variant, for whatever fails; `whole` stays false then, and some lanes are a step
-        ahead."""
+        variant, where a lane fails; `whole` stays false then, and some lanes may be a
+        step ahead."""
         step = self.step + 1
         watched = step in self.request.recorded
         self.whole = False
@@ -73,8 +73,8 @@ class Lockstep:
         one of each variant but the golden one, of the weights. At step 0 also a
         `distance` of the gradient of the first batch, `output` (errors of attention's
         output), and `variant` (what each kernel ran); the last two lists are empty at
-        other steps. No lane is changed. Raises MeasurementError, which names the variant,
-        where a kernel fails."""
+        other steps. Weights and random numbers of the lanes are left as they were. Raises
+        MeasurementError, which names the variant, where a kernel fails."""
         tables: dict[str, list[BaseModel]] = {
             "row": [],
             "distance": [],
@@ -150,8 +150,8 @@ def read_state(path: Path, run: str) -> dict[str, Any]:
 
 
 def _state_digest(state: Mapping[str, object]) -> str:
-    """Returns the SHA-256, in hexadecimal, of all tensors and numbers of a state, and of
-    their places in it."""
+    """Returns the SHA-256, in hexadecimal, of all tensors, numbers and strings of a
+    state, and of their places in it."""
     leaves, _ = tree_flatten_with_path(state)
     return digest_of({keystr(path): leaf for path, leaf in leaves})
 

@@ -60,17 +60,18 @@ def train(
     progress: Progress = lambda what, done, total: None,
 ) -> TrainReport | None:
     """Trains all variants with all seeds and returns the report, which the caller writes.
-    What is measured goes to a journal in `directory`, beside the state to continue from:
-    a call with the same request continues there. `overwrite` replaces a damaged journal
-    or one of another request, and removes all checkpoints in `directory`. Returns None
-    where `stop_after` seconds are over before the last step; the state is saved then.
-    `command`: as the report states it; `progress`: called with words, steps that are done
-    and all steps, over all seeds.
+    What is measured goes to a journal in `directory`, which is made, beside the state to
+    continue from: a call with the same request, system, kernels and text continues there.
+    `overwrite` replaces a damaged journal or any other, and removes all checkpoints in
+    `directory`. Returns None where `stop_after` seconds are over before the last step;
+    the state is saved then. `command`: as the report states it; `progress`: called with
+    words, steps that are done and all steps, over all seeds.
 
     Raises UsageError for a kernel that cannot run here, for text that cannot be read or
-    is too short, and for a journal of another request; MeasurementError, which names the
-    variant, for a kernel that refuses or fails; OSError where a checkpoint's files other
-    than its weights cannot be written."""
+    is too short, for a damaged or another journal without `overwrite`, and for other
+    files in `directory`. Raises MeasurementError, which names the variant, for a kernel
+    that refuses or fails, and where the state or weights cannot be written; OSError where
+    a checkpoint's other files cannot be."""
     until = None if stop_after is None else time.monotonic() + stop_after
     model = request.model
     width = max(model.hidden, model.heads * model.context)
@@ -188,8 +189,9 @@ class _TrainingRun:
     def train_seed(self, seed: int) -> bool:
         """Trains one seed to its last step; returns False if time ran out before, with
         the state saved. Begins from the saved state where that is of this seed and all
-        its steps are in the journal, else at step 0. An interrupt saves the state, unless
-        a second one broke a step off, and is raised again."""
+        its steps are in the journal, else at step 0. An interrupt is raised again. After
+        step 0 was recorded it saves the state first, unless a second one broke a step
+        off."""
         lanes = Lockstep(self.request, self.data, seed, self.device)
         state = read_state(self.state, self.name)
         if state and state["seed"] == seed and self.is_recorded(seed, state["step"]):
@@ -209,10 +211,11 @@ class _TrainingRun:
         return finished
 
     def take_steps(self, lanes: Lockstep) -> bool:
-        """Takes the steps that are left. Returns True at the last one, False where time
-        runs out before it, after one step or more. Reports progress after each step.
-        Saves the state every `save_every` seconds, not at the end. A step is recorded
-        whole or not at all: an interrupt waits for its end."""
+        """Takes the steps that are left. Returns True after the last one, False where
+        time runs out before it, after one step or more. Reports progress at the beginning
+        and after each step. Saves the state after the first step that ends `save_every`
+        seconds or more after the last save. A step is recorded whole or not at all: an
+        interrupt waits for its end."""
         saved = time.monotonic()
         self.report_progress(lanes)
         while lanes.step < self.request.steps:
@@ -271,8 +274,8 @@ class _TrainingRun:
 
     def report_progress(self, lanes: Lockstep) -> None:
         """Reports progress as `seed 0, loss 3.142`, with the golden run's loss at the
-        last step measured by this call. An interrupt that `deferred` put off is raised
-        here."""
+        last step measured by this call; `seed 0` alone where that is unknown or not
+        finite. An interrupt that `deferred` put off is raised here."""
         steps, seeds = self.request.steps, self.request.seeds
         done = seeds.index(lanes.seed) * steps + lanes.step
         loss = "" if self.loss is None else f", loss {self.loss:.3f}"

@@ -119,9 +119,10 @@ def load_tokens(
 
 
 def stdlib_texts() -> list[str]:
-    """Returns the texts of the standard library's .py files, sorted by path. Files that
-    are empty or not UTF-8 are left out, and so are tests and what is bundled
-    (EXCLUDED_FOLDERS). Raises OSError where a file cannot be read."""
+    """Returns the texts of the standard library's .py files, sorted by path. Left out are
+    blank files, files that are not UTF-8, tests and what is bundled (folders of
+    EXCLUDED_FOLDERS), and files whose name begins with `_sysconfigdata`. Raises OSError
+    where a file cannot be read."""
     paths = []
     for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
         # Not entered: site-packages may hold ten thousands of files.

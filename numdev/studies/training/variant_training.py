@@ -107,10 +107,10 @@ class KernelAttention:
 
 @torch.no_grad()
 def largest_score(case: AttentionCase) -> Tensor:
-    """Returns the largest |scale q·k| of a key that a query sees by causality, over all
-    queries, heads and sequences, a float32 scalar on q's device, computed in float32. NaN
-    if one of these scores is NaN. Computes a sequence at a time, which bounds the
-    memory."""
+    """Returns the largest |scale q·k| of a key that a query sees by causality (of any
+    key, where the case is not causal), over all queries, heads and sequences. It is a
+    float32 scalar on q's device, computed in float32; NaN if one of these scores is NaN.
+    Computes a sequence at a time, which bounds the memory."""
     largest = []
     with torch.autocast(case.q.device.type, enabled=False):
         for q, k in zip(case.q.float(), case.k.float(), strict=True):
@@ -202,8 +202,8 @@ class Lane:
 
     def take_step(self, batch: Batch, step: int, steps: int) -> None:
         """Makes update `step` of `steps`, counted from 1, from this batch, and sets
-        `loss`, `norm` and `lr`. Nothing waits for the device. Raises MeasurementError,
-        which names the variant, for whatever fails."""
+        `loss`, `norm` and `lr`. On a GPU `loss` and `norm` may be overwritten by the next
+        step. Raises MeasurementError, which names the variant, for whatever fails."""
         self.lr = learning_rate(self.variant.optimiser, step, steps)
         self.optimiser.set_rate(self.lr)
         with _errors_naming(self.variant):
@@ -306,8 +306,8 @@ class Lane:
         }
 
     def load_state(self, state: LaneState) -> None:
-        """Continues from what `state` returned. A recording of the step as a CUDA graph
-        is dropped."""
+        """Continues from what `state` returned; `loss`, `norm` and `lr` stay as they are
+        until the next step. A recording of the step as a CUDA graph is dropped."""
         self.replay = self.replay and Replay(self.device, self.noise)
         self.network.load_state_dict(state["network"])
         self.optimiser.load_state(state["optimiser"])
@@ -351,9 +351,10 @@ def reround_at_random(
     out: Tensor, generator: torch.Generator, times: float = 1.0
 ) -> Tensor:
     """Returns `out` with values drawn at random moved by ulps of its dtype, up or down
-    alike: an error without bias whose rms is `times` that of one rounding (`times` above
-    0). Gradients pass unchanged. Zeros, infinities and NaN stay. `generator`: on the
-    device of `out`; it is advanced."""
+    alike: an error without bias whose rms is `times` that of one rounding. `times`: above
+    0, at most 64. Gradients pass unchanged. Zeros, infinities and NaN stay; with `times`
+    1 the largest number may become infinite. `generator`: on the device of `out`; it is
+    advanced. Raises KeyError for a dtype other than bfloat16, float16 and float32."""
     move: Move = move_by_numbers
     if times == 1.0:
         drawn = torch.randint(
@@ -405,10 +406,11 @@ def move_by_numbers(x: Tensor, steps: Tensor) -> Tensor:
 
 def shift_by_ulps(x: Tensor, ulps: Tensor) -> Tensor:
     """Returns x with each element moved by `ulps` of its ulps, away from zero where
-    positive, and rounded to its dtype (bfloat16, float16 or float32). Zeros, infinities
-    and NaN stay, and so does an element that would overflow. Counting numbers of the
-    dtype instead would take larger steps upwards across a power of two than downwards:
-    for tens of ulps a bias of several per cent."""
+    positive, and rounded to its dtype (bfloat16, float16 or float32; KeyError for
+    another). Zeros, infinities, NaN and the dtype's largest number stay, and so does an
+    element that would overflow. Counting numbers of the dtype instead would take larger
+    steps upwards across a power of two than downwards: for tens of ulps a bias of several
+    per cent."""
     wide = torch.float64 if x.dtype == torch.float32 else torch.float32
     magnitude = x.abs()
     next_one = move_by_numbers(magnitude, torch.ones_like(x, dtype=torch.int8))

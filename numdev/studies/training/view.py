@@ -32,7 +32,7 @@ def styles(report: TrainReport) -> tuple[doc.Style, ...]:
 
 def blocks(report: TrainReport) -> Iterator[doc.Node]:
     """Yields what is shown below the answer: the variants (not in a terminal), the
-    figures, and a line on the run."""
+    figures where the summary has an axis, and a line on the run."""
     golden = next((v.name for v in report.variants if v.role == "golden"), "")
     yield doc.text_table(
         ("variant", "role", "kernel", "format", "attention", "differs in", "ran"),

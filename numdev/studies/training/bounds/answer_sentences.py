@@ -54,9 +54,10 @@ def warning_sentences(
 ) -> Iterator[str]:
     """Yields sentences on what makes other sentences void. First, that the golden run is
     not reproducible, where a repeat of it is `off` from `step` on. Then one on each
-    variant that has no finite distance, with the seeds and the first step of each. Last,
-    attention that does more than round. `off`: the largest difference between the golden
-    run and its repeat, 0 for none, NaN where no repeat was run."""
+    variant with a distance of weights that is not finite, with the seeds and the first
+    such step of each. Last, attention that does more than round. `off`: the largest
+    difference between the golden run and its repeat, 0 for none, NaN where no repeat was
+    run."""
     if off > 0:
         yield NOT_DETERMINISTIC.format(off=si(off), first=step)
     seeds: dict[str, dict[int, int]] = {}
@@ -149,11 +150,12 @@ def paper_sentences(
     attention: Mapping[str, str],
     off: float,
 ) -> Iterator[str]:
-    """Yields for each answer its verdict with the ratios in all three metrics, and then a
-    sentence on the controls that explain it, if there are any. `compared`: has the early
-    ratios of every answer. `attention`: the format of a run's attention, by its label.
-    `off`: the first step at which a repeat of the golden run differs (NaN: at none). An
-    answer whose steps reach it is undecided."""
+    """Yields for each answer its verdict with the ratios in all three metrics, or why
+    there is no ratio. A sentence on the controls that explain it follows a ratio, if
+    there are any. `compared`: has the early ratios of every answer. `attention`: the
+    format of a run's attention, by its label. `off`: the first step at which a repeat of
+    the golden run differs (NaN: at none). An answer whose steps reach it is called
+    undecided."""
     early = {(c.variant, c.against, c.metric): c for c in compared if c.window == "early"}
     low, high = PAPER
     for answer in answers:
@@ -195,7 +197,8 @@ def paper_sentences(
 
 
 def ratio_in_words(c: Comparison) -> str:
-    """Returns a ratio with its interval, if it has one: `0.75 [0.73, 0.78]`, `0.75`."""
+    """Returns a ratio with its interval, if it has one: `0.75 [0.73, 0.78]`, `0.75`; a
+    dash where there is no ratio."""
     interval = "" if c.low is None else f" [{ratio(c.low)}, {ratio(c.high)}]"
     return f"{ratio(c.ratio)}{interval}"
 
@@ -239,8 +242,9 @@ def dose_sentences(
 
 def dose_in_words(dose: DoseReading) -> str:
     """Returns a dose in words: `1.1 floors (0.6 to 2.3)`, with its 95 % interval over
-    seeds if it has one. It is `below 1/16 floors` or `above 64 floors` where more than
-    half of the readings are beyond an end of the ladder; `–` for a dose that is None."""
+    seeds if it has one. It is `below 1/16 floors` or `above 64 floors`, with the dose as
+    the number, where more than half of the readings are beyond that end of the ladder;
+    `–` for a dose that is None."""
     if dose.dose is None:
         return "–"
     for word, share in (("below", dose.below), ("above", dose.above)):
@@ -254,10 +258,10 @@ def dose_in_words(dose: DoseReading) -> str:
 
 
 def chance_comparisons(compared: Sequence[Comparison]) -> tuple[Comparison, ...]:
-    """Returns early comparisons of each flash run by the mean |difference|. One is with a
-    null: the run re-rounded at random, or, where `compared` has none, one moved by an
-    ulp. One is with another seed. Of several equal ones it is the first that has a
-    ratio."""
+    """Returns early comparisons of each flash run by the mean |difference|, those with a
+    ratio first. One is with a null (runs re-rounded at random, or moved by an ulp), one
+    with another seed, where `compared` has such. Of several of one kind it is the first
+    that has a ratio; without one, the first."""
     chosen: dict[tuple[str, str], Comparison] = {}
     for c in sorted(compared, key=lambda c: c.ratio is None):
         question = (c.role, c.metric, c.window)

@@ -167,9 +167,9 @@ def _mean_of_present(values: Iterable[float | None]) -> float | None:
 
 
 def distance_table(run: TrainReport) -> pd.DataFrame:
-    """Returns every distance of a training run that is not None, in a table of the
-    COLUMNS: one metric of one distance in a line. `times` is the strength in floors of a
-    null that re-rounds, NaN for any other."""
+    """Returns the distances in METRICS of a training run's variants, but the golden one,
+    that are not None. It is a table of the COLUMNS: one metric of one distance in a line.
+    `times` is the strength in floors of a null that re-rounds, NaN for any other."""
     others = {v.name: v for v in run.variants if v.role != "golden"}
     lines = []
     for d in run.distances:

@@ -92,8 +92,8 @@ def _sentence_style(sentence: str) -> doc.Style:
 
 def blocks(report: BoundsReport) -> Iterator[doc.Node]:
     """Yields what is shown below the answer: tables of early ratios, of ratios by window,
-    of doses and of the ladder; a legend; on a page all figures, in a terminal those of
-    the mean alone."""
+    of doses and of the ladder; then a legend. Where the summary has an axis figures
+    follow: on a page all, in a terminal those of the mean alone."""
     measured = [
         c for c in report.comparisons if c.metric == PAIRED and c.ratio is not None
     ]
@@ -175,7 +175,7 @@ def _early_ratios_table(
 ) -> doc.Table:
     """Returns the table of early ratios: for each pair of runs, how many times as far as
     the second the first moves the weights, by mean difference, W1 and largest difference.
-    Pairs whose first run is not flash are shown softly."""
+    Pairs whose first run has a known role other than flash are shown softly."""
     cells = {(c.variant, c.against, c.metric): ratio_in_words(c) for c in early}
     pairs = list(dict.fromkeys((c.variant, c.against) for c in early))
     flash = {c.variant for c in early if c.role in ("flash", None)}
@@ -195,8 +195,8 @@ def _window_ratios_table(
     measured: list[Comparison], windows: Mapping[Window, str]
 ) -> doc.Table:
     """Returns the table of the ratios of mean distances with their intervals, a row for
-    each pair of runs, a column for each window. Pairs whose first run is not flash are
-    shown softly."""
+    each pair of runs, a column for each window. Pairs whose first run has a known role
+    other than flash are shown softly."""
     cells = {(c.variant, c.against, c.window): c for c in measured}
     columns = [
         *_pair_columns("distance of", "over that of"),

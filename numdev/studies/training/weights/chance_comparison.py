@@ -124,8 +124,8 @@ def _chance_comparison(
     """Returns the comparison of a run's distance with chance's at one place, from its
     cells by seed and the cells of the nulls by seed. `ratio` is over the geometric mean
     of the nulls named in `usual`. `margin` is over the farthest of all nulls, in the seed
-    where this is least. A distance of 0 has no ratio, and is never beyond chance.
-    `cells`: at least one."""
+    where this is least; None where in some seed no null moves the place. A distance of 0
+    has no ratio, and is never beyond chance. `cells`: at least one."""
     values = {seed: x for seed, c in cells.items() if (x := getattr(c, metric))}
     distances: dict[int, list[float]] = {}
     null_means: dict[int, float] = {}
@@ -253,8 +253,9 @@ def _role_order(run: RunRecord) -> int:
 
 
 def _equals_first_run(run: RunRecord, cells: Iterable[WeightsCell]) -> bool:
-    """Whether every element of a run equals the first run's, and is finite, at every step
-    and seed; False without a cell."""
+    """Whether, at every step and seed, a run's elements are finite and equal the first
+    run's, where that is finite. False without a cell, and where all weights are 0 in
+    both."""
     of_run = [c for c in cells if c.of == run.name and c.layer == ALL and c.kind == ALL]
     return bool(of_run) and all(c.equal == 1 and not c.nonfinite_of for c in of_run)
 

@@ -78,10 +78,12 @@ def weights_over_steps(
 ) -> records.WeightsReport:
     """Compares runs with the first at every step that has weights and returns the report,
     which the caller writes to `directory`, made here. `targets` and `nulls`: as in
-    `find_runs`. Raises UsageError, before anything is read, where there is
-    nothing to compare, and where the directory has the report of another command, or
-    (unless `overwrite`) of another request. Raises MeasurementError where no tensor could
-    be compared. Tensors that cannot be compared are remarks in the report."""
+    `find_runs`. Raises UsageError, before anything is read, where there is nothing to
+    compare, and where the directory has the report of another command, or (unless
+    `overwrite`) of another request. Raises UsageError too for a path that is not one set
+    of weights, when its turn comes. Raises MeasurementError where no tensor could be
+    compared, and where the directory's old report cannot be read. Tensors that cannot be
+    compared are remarks in the report."""
     runs = find_runs(targets, nulls)
     request = {"targets": list(targets), "nulls": list(nulls), "device": device}
     system = System.probe(device)
@@ -199,11 +201,11 @@ def _farthest_tensors(
 def _quantile_rows(
     runs: RunCheckpoints, judged: Sequence[records.ChanceComparison], tensors: Tensors
 ) -> Iterator[records.QuantileRow]:
-    """Yields QUANTILES of one tensor, less the first run's, in each of at most
-    MAX_SHIFTED layers and kinds: those that are farthest beyond chance, at the step where
-    they are so. The tensor is that with the largest W1, in the first seed whose run has
-    one there at that step. One that cannot be read again is left out. Reads the weights
-    again."""
+    """Yields QUANTILES of one tensor, and their shift from the first run's, in each of at
+    most MAX_SHIFTED layers and kinds: those that are farthest beyond chance, at the step
+    where they are so. The tensor is that with the largest W1, in the first seed whose run
+    has one there at that step. One that cannot be read again is left out. Reads the
+    weights again."""
     out = [s for s in single_places(judged) if s.stands_out]
     out.sort(key=lambda s: -(s.margin or 0.0))
     chosen = {(s.variant, s.layer, s.kind): s for s in reversed(out)}
@@ -303,8 +305,8 @@ def _figures(
 
 def curve_name(run: records.RunRecord) -> str:
     """Returns the name of a run's curve: `null: NAME` where the user declares it a null;
-    `null: re-rounded at 4 floors` or `null: one ulp` for a null run, which those of one
-    kind and strength share; else the run's name."""
+    `null: re-rounded at 4 floors` or `null: one ulp` for a run in a role of
+    KINDS_OF_NULL, which those of one role and strength share; else the run's name."""
     if run.null:
         return f"null: {run.name}"
     dose = "" if (run.times or 1.0) == 1.0 else f" at {run.times:g} floors"

@@ -87,7 +87,9 @@ def find_runs(targets: Sequence[str], nulls: Sequence[str] = ()) -> RunCheckpoin
     checkpoints. `nulls`: lists of runs that differ from the first by rounding alone; they
     count as lists. Raises UsageError where a target is no run, for a single list, a list
     that is named twice, a checkpoint without a step or two of one seed and step, and
-    where no step has weights of the first run and of another, and without a target."""
+    where no step has weights of the first run and of another, and without a target.
+    Raises MeasurementError for a report that cannot be read, where the single target's
+    report has to say where its run is."""
     if not targets:
         raise UsageError("weights: expected a run, got none")
     if len(targets) == 1 and not nulls:

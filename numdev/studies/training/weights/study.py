@@ -97,11 +97,11 @@ def weights(
 ) -> records.WeightsReport:
     """Compares every set of weights with the first and returns the report, which the
     caller writes to `directory`, made here. Raises UsageError, before tensors are read,
-    where there is no set or one does not exist, where one other than the first is named
-    twice, and where the directory has the report of another command, or (unless
-    `overwrite`) of another request. Raises MeasurementError where no tensor could be
-    compared, as with one set, and where the directory's old report cannot be read.
-    Tensors that cannot be compared are remarks in the report."""
+    where there is no set, where one does not exist or is not one set of weights, where
+    one other than the first is named twice, and where the directory has the report of
+    another command, or (unless `overwrite`) of another request. Raises MeasurementError
+    where no tensor could be compared, as with one set, and where the directory's old
+    report cannot be read. Tensors that cannot be compared are remarks in the report."""
     if not targets:
         raise UsageError("weights: expected a set of weights, got none")
     for target in targets[1:]:  # rows are identified by the name of their set
@@ -291,8 +291,8 @@ def _group_rows(measured: Sequence[Measured]) -> Iterator[records.GroupRow]:
 
 def group_fields(measured: Sequence[Measured]) -> Fields:
     """Returns the fields of a `Together` row, by name, of several tensors of one set
-    compared with those of the first. Where no tensor has a number, its field is None.
-    `measured`: the row and sums of each tensor, at least one."""
+    compared with those of the first. A number is None where no tensor has it, and where
+    it is beyond float64. `measured`: the row and sums of each tensor, at least one."""
     rows = [row for row, _ in measured]
     cast = _coarser_cast(rows)
     ratios = {

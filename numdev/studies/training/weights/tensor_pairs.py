@@ -32,7 +32,8 @@ Sums = Mapping[str, float]
 def unfit_reason(x: Tensor) -> str | None:
     """Returns, as a clause, why a tensor has no floating-point values to measure: it is
     no plain strided array, claims more elements than it stores, or has another dtype than
-    the formats of numdev. None for one that has such values, and an empty one has."""
+    the formats of numdev. None for one that has such values, and for one without elements
+    in such a dtype."""
     if not is_plain(x):
         return "is not stored as a plain array"
     stored = x.untyped_storage().nbytes() // x.itemsize

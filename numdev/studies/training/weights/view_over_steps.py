@@ -52,7 +52,8 @@ LEGEND = (
 
 def blocks(report: WeightsReport) -> Iterator[doc.Node]:
     """Yields what is shown below the answer: for each run the first ON_PAGE tables by
-    step, then quantiles, remarks, a legend, and (on the page alone) the figures."""
+    step, then quantiles, remarks, a legend, and, on the page alone and where the summary
+    has an axis, the figures."""
     for of_run in grouped(report.standings, lambda s: s.variant).values():
         yield doc.TableChoice(tuple(_tables_by_step(of_run, report.early))[:ON_PAGE])
     yield from _quantile_tables(report)
