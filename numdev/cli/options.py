@@ -146,7 +146,7 @@ def options_of(
     """Returns a decorator that adds an option for each field of a model that has one; for
     the fields `names` alone, if there are any. Fields in `without` (names between
     blanks), which a file may set, get none. A value that is not on the command line is
-    None, or ()."""
+    None, or () for an option that may be repeated."""
 
     def decorate(function: F) -> F:
         """Returns the function with the options, in the order of the fields."""
@@ -202,7 +202,7 @@ class WorkersOrAddress(AtLeast):
         self, value: str, param: click.Parameter | None, ctx: click.Context | None
     ) -> int | float | str:
         """Returns text with a colon, which an address has, as it is; else a whole number,
-        at least 1. Raises UsageError for any other."""
+        at least 1. Raises UsageError for any other text."""
         return value if ":" in value else super().convert(value, param, ctx)
 
 
