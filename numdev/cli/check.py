@@ -348,8 +348,8 @@ def write_report(result: CheckResult, output: Path) -> None:
 
 
 def _uses_cuda(device: str) -> bool:
-    """Whether a device (`auto` or `cuda`, not `cpu`) is a GPU, and one is seen by the
-    device files of Linux: PyTorch is not asked, since a fork could not use CUDA then."""
+    """Whether another device than `cpu` is asked for (`auto`, `cuda`), and Linux has the
+    device files of a GPU. PyTorch is not asked, since a fork could not use CUDA then."""
     return device != "cpu" and any(Path("/dev").glob("nvidia[0-9]*"))
 
 

@@ -211,8 +211,8 @@ def raising_lost_interrupts() -> Iterator[Callable[[], None]]:
 
 
 def say(text: str) -> None:
-    """Prints a sentence on stderr, in lines as wide as the terminal; a word that is
-    wider, as a path may be, stays whole."""
+    """Prints a sentence on stderr, in lines as wide as the terminal, or without one of
+    PIPE characters; a word that is wider, as a path may be, stays whole."""
     columns, _ = shutil.get_terminal_size((PIPE, 24))
     lines = textwrap.wrap(text, columns, break_long_words=False, break_on_hyphens=False)
     click.echo("\n".join(lines), err=True)

@@ -133,7 +133,8 @@ class Subject:
         that it came in. With the seed `moved` the output of the model's first embedding,
         convolution or linear layer lies one or two units in the last place off, up or
         down at random; None: it is not moved. Raises what the model and `attention`
-        raise, and Unseen for a model that makes no call that could be answered."""
+        raise, and Unseen where the model makes no call of attention, or attends somewhere
+        without one."""
 
         def answer(case: AttentionCase) -> Tensor:
             """Returns the attention of a call in the call's own dtype."""
@@ -161,9 +162,9 @@ class Subject:
         fp64 but for roundings at `sites`. These are to nearest, or with the seed `drawn`
         up or down at random. `attention` answers the calls of attention; None: the
         model's own code does, which is as exact in fp64. The own code also answers in
-        place of `exact_attention` for a model that makes no call that could be answered;
-        `by_hand` then says why. Raises what the model raises, and Unseen for another
-        `attention` that such a model does not call."""
+        place of `exact_attention` for a model that makes no such call, or attends
+        somewhere without one; `by_hand` then says why. Raises what the model raises, and
+        Unseen for another `attention` with such a model."""
         if attention is exact_attention:
             if not self.by_hand:
                 try:
@@ -179,8 +180,10 @@ class Subject:
     ) -> object:  # fmt: skip
         """Returns what the model, or `run` in its place, returns in one run in fp64,
         rounded at `sites`, with its attention answered by `attention` (None: by the
-        model's own code). Notes in `narrower` and `routes` what the run shows. Raises
-        Unseen where the model makes no call that `attention` could answer."""
+        model's own code). With the seed `drawn` roundings go up or down at random; None:
+        to nearest. Notes in `narrower` and `routes` what the run shows. Raises Unseen for
+        an `attention` where the model makes no call of it, or attends somewhere without
+        one."""
         generator = (
             None if drawn is None else torch.Generator(self.device).manual_seed(drawn)
         )
@@ -233,8 +236,9 @@ class Subject:
         rounding model for the call and runs, else as FlashAttention-2. The kernels are
         tried anew for each call, so that an iterator will not do. For all sites only:
         `drawn`, a seed, with which every rounding goes up or down at random; `exact`,
-        sites outside attention that are not rounded. Raises Unseen for all sites, or one
-        inside attention, where the model makes no call that could be answered."""
+        sites outside attention that are not rounded. Raises Unseen, for all sites or one
+        inside attention, where the model makes no call of attention, or attends somewhere
+        without one."""
         stochastic = {} if drawn is None else {"rounding": "stochastic", "seed": drawn}
 
         def attention(case: AttentionCase, fmt: Format) -> Tensor:

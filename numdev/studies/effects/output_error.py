@@ -89,11 +89,12 @@ class Scored(NamedTuple):
         cls, model: nn.Module, answer: object, inputs: Mapping[str, Tensor]
     ) -> Scored:
         """Returns how to score an answer of the model on `inputs`. It is scored as logits
-        where the width of its output is the size of a vocabulary or the number of labels,
-        and it has no `last_hidden_state`. For logits over tokens `targets` has the next
-        token of the text, of a masked or an encoder-decoder model the token itself; it is
-        -1 where that is padding, or the inputs have no such token, and for all other
-        outputs. Raises MeasurementError as `main_output`."""
+        where the width of its output is the size of a vocabulary (the config's, or that
+        of the first embedding) or the number of labels, and it has no
+        `last_hidden_state`. For logits over tokens `targets` has the next token of the
+        text, of a masked or an encoder-decoder model the token itself; it is -1 where
+        that is padding, or the inputs have no such token, and for all other outputs.
+        Raises MeasurementError as `main_output`."""
         out, name = main_output(answer), text_input_name(inputs)
         config: object = getattr(model, "config", None)
         text = config.get_text_config() if hasattr(config, "get_text_config") else config

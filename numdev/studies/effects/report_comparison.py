@@ -99,12 +99,12 @@ class EffectsNames:
 
 
 def moves(old: EffectsReport, new: EffectsReport) -> tuple[EffectsNames, Compared]:
-    """Returns the names by which rows are paired, and what changed from `old` to `new`. A
-    group stands there for every run that was measured on one sequence in both reports; a
+    """Returns the names by which rows are paired, and what changed from `old` to `new`.
+    There is a group for every run that was measured on one sequence in both reports; a
     move for each number of SCALES, and each count, of such a run that changed beyond
-    chance; a move or presence for checks whose result changed or that one report alone
-    could try. A number of SCALES that is 0 in one report alone moved, whatever chance
-    does."""
+    chance; a move or presence for each check whose result changed or that one report
+    alone could try. A number of SCALES that is 0 in one report alone, in any sequence,
+    moved, whatever chance does."""
     names = EffectsNames()
     pairs = grouped(measured_pairs(names, old.rows, new.rows), lambda pair: pair[1].run)
     ratios = {

@@ -319,10 +319,11 @@ class SiteTracker:
         return has_parts and (not width or shape[-1:] == (width,))
 
     def _site_in_attention(self, module: nn.Module, name: str) -> str:
-        """Returns the site of an operator, by name (`bmm`), in a module that computes
-        attention itself: `attention scores` from the first product to the softmax, both
-        included; then `attention P`; `attention output` for the next product. Empty for
-        an operator before the scores. Notes how far the module has come."""
+        """Returns the site of an operator, by name, in a module that computes attention
+        itself. It is `attention scores` from the first product (`bmm`, `baddbmm`) to the
+        softmax, both included, and for any softmax; then `attention P`; `attention
+        output` for the next product. Empty for another operator before the scores. Notes
+        how far the module has come."""
         stage = self.by_hand.get(module, "")
         if name in SOFTMAX:
             self.by_hand[module] = "attention P"

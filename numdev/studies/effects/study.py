@@ -118,8 +118,8 @@ def effects(
     share the runs; None: they run here. `say` gets notes on the source, `progress` (what,
     done, total). `command`: the command line that the report names. Raises UsageError for
     a request that cannot be opened, for such a journal without `overwrite`, and for other
-    files in `directory`; MeasurementError where the model cannot be run exactly, where a
-    worker fails, and for rules made for another system."""
+    files in `directory`; MeasurementError where the model cannot be read or run exactly,
+    and for rules made for another system; and what a worker raises."""
     rules = rules or default_rules()
     check_system(System.probe(request.device).as_dict(), rules)
     sections = ("model", "runs", "checks", "other")
@@ -297,9 +297,10 @@ class EffectsStudy:
 
     @property
     def used_kernel(self) -> Planned:
-        """Returns the kernel that stands for what a user runs: `sdpa-default`, else the
-        first that is not `against`, else `against`. The sites of attention round as this
-        kernel does, in calls for which it has a rounding model."""
+        """Returns the kernel that stands for what a user runs: of those other than
+        `against` `sdpa-default`, else the first; `against` where there is no other. The
+        sites of attention round as this kernel does, in calls for which it has a rounding
+        model."""
         return min(
             (*self.mine, self.against),
             key=lambda p: rank_for_use(p.kernel.name, self.against.kernel.name),
@@ -336,7 +337,8 @@ class EffectsStudy:
         on part `number` of the inputs, in a format. The runs that others are compared
         with are made even where they are not in `todo`. A run that fails has rows with a
         reason. All runs have that where the model makes no call of attention that a
-        kernel could answer. Raises MeasurementError where the exact run fails."""
+        kernel could answer, or attends somewhere without one. Raises MeasurementError
+        where the exact run fails."""
         subject, inputs = self.model_in(fmt), self.chunks[number]
         before = sum(len(next(iter(x.values()))) for x in self.chunks[:number])
         answer = self._answer(subject, inputs, None)

@@ -84,8 +84,9 @@ def tests(report: EffectsReport, rules: Rules) -> Iterator[Test]:
     """Yields the tests of a report that `check_consistency` passes. For the model: each
     check, and whether the exact output is finite. For each planned kernel in each format:
     whether it ran, and for each output the rules `finite`, `own share`, `model` and
-    `flips`. A test that cannot be made has a reason. Where the check `repeat` fails,
-    tests of outputs that would be held or exceeded are undecided."""
+    `flips`. A test that cannot be made has a reason, unless its rule is `finite`. Where
+    the check `repeat` fails, tests of outputs that would be held or exceeded are
+    undecided."""
     plan = report.plan
     limits: EffectsLimits = rules.limits_of("effects")
     runs = recomputed_summary(report).runs

@@ -174,7 +174,7 @@ def with_more_tokens(
     """Returns the case with more query rows and keys, rolled copies of its own with
     alternating sign. `rows`, `keys`: how many before and how many behind. The case's rows
     see the keys that they saw by causality, window and mask. With `hidden` a mask hides
-    the new keys from all rows; but each new row before the case's is shown the first key
+    the new keys from all rows; but it shows each new row before the case's the first key
     of the call, new or not. Without `hidden` rows see a new key too where positions do
     not hide it, and there is no mask or one without an axis of keys. The gradient of the
     output is 0 in new rows."""
@@ -489,10 +489,10 @@ def decode_variants(case: AttentionCase) -> Variants:
     the keys behind a row. Each of `_some_rows` stands alone, with the keys that positions
     show it and without causality and window; one that is shown none is left out. Then the
     last EXTEND rows stand together, with causality, where the case has more, there is no
-    limit on keys before, and each is shown a key. A case of a single row without
-    causality, window and mask, and with several keys, gives that row as the last of a
-    causal prefill of EXTEND (at most kv_len) and of kv_len rows. Nothing of other
-    cases."""
+    limit on keys before, and the last key that each may see is there. A case of a single
+    row without causality, window and mask, and with several keys, gives that row as the
+    last of a causal prefill of EXTEND (at most kv_len) and of kv_len rows. Nothing of
+    other cases."""
     n, m, (low, high) = case.q_len, case.kv_len, key_limits(case)
     if n > 1 and high is not None:
         for i in _some_rows(case):

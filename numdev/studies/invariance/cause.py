@@ -146,8 +146,8 @@ def _restrict_to_differing_rows(
 ) -> tuple[tuple[AttentionCase, AttentionCase], Tensor] | None:
     """Returns the calls of both forms, restricted to at most ROWS rows that differ and
     are finite, and the difference there, fp64 [elements]. All sequences and heads stay
-    where these have at most MOST_KEYS keys; else the first kv head of a sequence that
-    differs stays alone. A row counts where it differs in one of the heads that stay and
+    where these have at most MOST_KEYS keys together; else one kv head of one sequence
+    does, the first that differs. A row counts where it differs in any head that stays and
     is finite in all. None where no row does."""
     base, in_base, in_call = first.case, call.in_base, call.in_call
     a, b = (

@@ -42,9 +42,8 @@ def model_rows(
 ) -> Iterator[ModelRow]:
     """Yields a row for the model with a kernel along each of `axes` that `model_axes`
     allows. It has a reason and no numbers where a run raises, an output is not finite, or
-    the usual one is all zero. `inputs`: has `input_ids`. `run`: returns the kernel's run
-    on a case, or a Failure. `wider`: returns the model in a wider format, whose output is
-    taken as exact."""
+    the usual one is all zero. `run`: returns the kernel's run on a case, or a Failure.
+    `wider`: returns the model in a wider format, whose output is taken as exact."""
 
     def kernel(case: AttentionCase) -> Tensor:
         """Returns the kernel's attention of a call, in the dtype of q. Raises Refused

@@ -102,14 +102,12 @@ def invariance(
     command: str = "",
 ) -> InvarianceReport:
     """Runs `request` and returns its report, judged by `rules` (None: the default ones).
-    Rows go to a journal in `directory`, which is made (None: in memory alone), and from
-    which a call with the same request, system and files goes on; `overwrite` replaces a
-    damaged journal or any other. `say` gets notes on the source, `progress` (what, done,
-    total). `command`: the command line that the report names. A kernel that fails has a
-    failed row. Raises UsageError for a request that cannot be run, or has no call to make
-    another way; for such a journal without `overwrite`, and for other files in
-    `directory`. Raises MeasurementError for rules of another system, and where the source
-    cannot be read."""
+    Rows go to a journal in `directory` (None: in memory alone), from which a call with
+    the same request, system and files goes on; `overwrite` replaces any other. `say` gets
+    notes on the source, `progress` (what, done, total). A kernel that fails has a failed
+    row. Raises UsageError for a request that cannot be run, or has no call to make
+    another way, for another journal without `overwrite`, and for other files in
+    `directory`; MeasurementError for rules of another system, and a damaged source."""
     system = System.probe(request.device)
     rules = rules or default_rules()
     check_system(system.as_dict(), rules)
@@ -274,8 +272,8 @@ def open_cases(request: InvarianceRequest, system: System) -> Source:
 def prepare_case(case: AttentionCase, *, backward: bool = False) -> AttentionCase:
     """Returns the case as it is compared. It has no grad_out unless gradients are
     compared (`backward`); grad_out is 0 in rows that see no key. A single query that sees
-    every key, by the mask of its first sequence and head too, loses causality and window.
-    Raises UsageError for a case that is some rows of a call."""
+    every key (by causality, window and mask, in the first sequence and head) loses
+    causality and window. Raises UsageError for a case that is some rows of a call."""
     if case.positions is not None:
         raise UsageError(f"{case.ref.case}: expected a whole call, got some of its rows")
     if case.q_len == 1 and count_keys_seen(case, (0, 0, 0, 0)) == case.kv_len:

@@ -404,7 +404,8 @@ def _consequences(gravest: Mapping[str, JudgedNumber]) -> dict[str, str]:
 
 def _dependence_sentence(worst: JudgedNumber) -> str:
     """Returns what is wrong along an axis, as a predicate that follows the kernel's name:
-    `fails along batch: the output changes by 12× what roundings explain (limit 2×)`."""
+    `fails along batch: the output changes by 12× what roundings explain (limit 2×)`, or
+    along `repeat` `does not repeat itself: ...`."""
     row = worst.row
     write = multiple if worst.metric in RATIOS else three
     wrong = WRONG[worst.rule].format(
@@ -528,10 +529,11 @@ def _rounding_sentence(answers: Sequence[AxisAnswer], judged: Mapping[str, float
 
 
 def axis_answers(report: InvarianceReport) -> tuple[AxisAnswer, ...]:
-    """Returns the answer of each kernel in each format along each planned axis, from the
-    rows of a report and the rules that it was judged by (the default ones where it was
-    not): `exceeds` where a limit is exceeded, `differs` where only bits are others,
-    `same`, or `not tried`."""
+    """Returns the answer of each kernel in each format along each planned axis, and each
+    other along which it has rows, from the rows of a report and the rules that it was
+    judged by (the default ones where it was not). It is `exceeds` where a limit is
+    exceeded, `differs` where only bits are others, `same`, or `not tried`. A kernel
+    without any row has no answer."""
     stored = report.rules
     rules = default_rules() if stored is None else Rules.model_validate(stored)
     failed = [t for t in tests(report, rules) if t.beyond and t.kernel != MODEL]
