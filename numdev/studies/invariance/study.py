@@ -102,12 +102,12 @@ def invariance(
     command: str = "",
 ) -> InvarianceReport:
     """Runs `request` and returns its report, judged by `rules` (None: the default ones).
-    Rows go to a journal in `directory` (None: in memory alone), from which a call with
-    the same request, system and files goes on; `overwrite` replaces any other. `say` gets
-    notes on the source, `progress` (what, done, total). A kernel that fails has a failed
-    row. Raises UsageError for a request that cannot be run, or has no call to make
-    another way, for another journal without `overwrite`, and for other files in
-    `directory`; MeasurementError for rules of another system, and a damaged source."""
+    Rows go to a journal in `directory` (None: in memory), from which a call with the same
+    request, system and files goes on; `overwrite` replaces any other. `say` gets notes,
+    `progress` (what, done, total). Raises UsageError for a request that cannot be run or
+    changes no call, another journal without `overwrite`, and other files there;
+    MeasurementError for rules of another system, and a damaged source. A kernel that
+    fails has a failed row."""
     system = System.probe(request.device)
     rules = rules or default_rules()
     check_system(system.as_dict(), rules)
