@@ -106,8 +106,7 @@ def invariance(
     request, system and files goes on; `overwrite` replaces any other. `say` gets notes,
     `progress` (what, done, total). Raises UsageError for a request that cannot be run or
     changes no call, another journal without `overwrite`, and other files there;
-    MeasurementError for rules of another system, and a damaged source. A kernel that
-    fails has a failed row."""
+    MeasurementError for rules of another system, and a damaged source."""
     system = System.probe(request.device)
     rules = rules or default_rules()
     check_system(system.as_dict(), rules)
