@@ -54,8 +54,9 @@ class Grouped(click.Command):
         return params if len(self.params) < MANY else [*params, HELP_ALL]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the options for `--help`: the common ones where there are MANY or more,
-        and with WHOLE in the context's `meta` the others in GROUPS."""
+        """Writes the options for `--help`: all where there are fewer than MANY, else the
+        common ones and how many more there are; with WHOLE in the context's `meta` also
+        the others, in GROUPS."""
         options = [p for p in self.get_params(ctx) if isinstance(p, click.Option)]
         if len(self.params) < MANY:
             super().format_options(ctx, formatter)

@@ -68,10 +68,12 @@ def explained_by_rounding(
     tensor: str, case: AttentionCase, exact: Reference, fmt: Format
 ) -> Tensor:
     """Returns for each element of a tensor the change that roundings explain even where
-    the floor (and by luck one of two forms) has no error, since terms cancel. It is half
-    a unit of the format in each of n like terms, and |scale| max|q| max|k| 2^-24 of all
-    terms, for rounding a score in fp32. For `lse` it is 1 + its size. `tensor`: `out`,
-    `lse`, `dq`, `dk` or `dv`. The shape broadcasts to the tensor's."""
+    the floor (and by luck one of two forms) has no error, since terms cancel. It is a
+    share of the sizes of all n terms of the element: half the format's unit roundoff over
+    √n, for roundings of like terms, and |scale| max|q| max|k| 2^-24, for rounding a score
+    in fp32. max|q| and max|k| are the largest norms of a sequence's head; NaN and
+    infinity count as 0. For `lse` it is 1 + its size. `tensor`: `out`, `lse`, `dq`, `dk`
+    or `dv`. The shape broadcasts to the tensor's."""
     if tensor == "lse":
         return 1 + exact.lse.abs()
     # Poison is no number of the call, and does not count

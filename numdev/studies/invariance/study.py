@@ -425,9 +425,9 @@ class InvarianceStudy:
         exact: Reference, fmt: Format,
     ) -> Forms | Failure:  # fmt: skip
         """Returns a kernel's outputs for the base and for the variant's calls; or the
-        first Failure, also where an element for the base is not finite and the exact one
-        is. `changed`: the kernel with the variant's options, for the calls; `exact`: the
-        reference of the base."""
+        first Failure, also where an element of `out` for the base is not finite and the
+        exact one, rounded, is, in a row that sees a key. `changed`: the kernel with the
+        variant's options, for the calls; `exact`: the reference of the base."""
         key = (id(base), variant.base_within, planned.kernel.name, str(planned.options))
         run = partial(self.run_kernel, planned, base, variant.base_within)
         first = self._cached(key, base, run)
@@ -450,9 +450,9 @@ class InvarianceStudy:
 
     def _compared_rows(self, about: OfWay, forms: Forms) -> Iterator[InvarianceRow]:
         """Yields the rows of both forms, one for each tensor. Where `out` or `lse`
-        differs the kernel runs again. One that does not repeat itself has rows along
-        `repeat` first; where these explain the difference, one row without numbers
-        follows in place of the others."""
+        differs along another axis than `repeat` the kernel runs again. One that does not
+        repeat itself has rows along `repeat` first; where these explain the difference,
+        one row without numbers follows in place of the others."""
         with self.watch("comparing"):
             numbers = dict(compare_forms(forms))
         repeats = None
