@@ -186,9 +186,11 @@ def check_attention_kernel(
     thresholds: Path | None,
     output: Path | None,
 ) -> CheckResult:
-    """Returns the check of a kernel of attention. Raises MeasurementError where the
-    kernel cannot run here; UsageError for an unknown kernel, one that cannot be imported,
-    and wrong options."""
+    """Returns the check of a kernel of attention. Empty `cases`, `formats`, `claims` and
+    `seeds` stand for the defaults of `numdev check`; so does None for any other argument.
+    What the kernel prints goes to stderr. Raises MeasurementError where the kernel cannot
+    run here; UsageError for an unknown kernel, one that cannot be imported, and wrong
+    options."""
     from numdev.kernels import find
     from numdev.system import System
     from numdev.testing import check as run
@@ -227,8 +229,9 @@ class CheckedAgainst:
         return [f"--{name}" for name, value in vars(self).items() if value is not None]
 
     def expect_files(self, thresholds: Path | None) -> None:
-        """Raises UsageError for a file of another kind than its option takes; a path that
-        does not exist passes. `thresholds`: the file of `--thresholds` or None."""
+        """Raises UsageError for a file of another kind than its option takes. A path that
+        does not exist passes, and so does a file whose kind nothing tells; `reference` is
+        not looked at. `thresholds`: the file of `--thresholds` or None."""
         paths = {**vars(self), "thresholds": thresholds}
         for name, path in paths.items():
             if isinstance(path, Path):
@@ -321,8 +324,9 @@ def check_function(
 
 
 def _source_of_inputs(inputs: str | None) -> Callable[..., object] | str | None:
-    """Returns the function that FILE:NAME names; text without a colon, and None, as it
-    is. Raises UsageError where it cannot be imported."""
+    """Imports and returns the function that FILE:NAME names; text without a colon, and
+    None, is returned as it is. Raises UsageError where the function cannot be
+    imported."""
     from numdev.kernels import import_callable
 
     if inputs is None or ":" not in inputs:
@@ -344,8 +348,8 @@ def write_report(result: CheckResult, output: Path) -> None:
 
 
 def _uses_cuda(device: str) -> bool:
-    """Whether a device is a GPU, and one is seen by the device files of Linux: PyTorch
-    is not asked, since a fork could not use CUDA then."""
+    """Whether another device than `cpu` is asked for (`auto`, `cuda`), and Linux has the
+    device files of a GPU. PyTorch is not asked, since a fork could not use CUDA then."""
     return device != "cpu" and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
@@ -383,9 +387,9 @@ def check_as_data(result: CheckResult) -> dict[str, object]:
 
 def check_document(result: CheckResult) -> Document:
     """Returns a check as a document for the terminal: the verdict, at most SHOWN further
-    findings, what was tested and what not, and the script that reproduces a failure. A
-    check that was not judged, without a crash, has its reason in short as the only
-    verdict."""
+    findings that a limit is exceeded and how many more there are, what was tested and
+    what not, and the script that reproduces a failure. A check that was not judged,
+    without a crash, has its reason in short as the only verdict."""
     from numdev.report import FunctionReport
     from numdev.report.document import Bullets, Document, Item, Paragraph, notes
     from numdev.report.views import verdicts

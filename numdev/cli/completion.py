@@ -76,8 +76,9 @@ COMPLETIONS: dict[str, Complete] = {
 
 
 def with_completions(command: click.Command) -> click.Command:
-    """Returns the command, changed in place: parameters of COMPLETIONS complete their
-    words, unless their type does it already. The target of `check` is a kernel."""
+    """Returns the command, changed in place: parameters of COMPLETIONS that are plain
+    text complete their words; those of another type are left alone. The target of `check`
+    is a kernel."""
     special = {"target": complete_kernel} if command.name == "check" else {}
     completions = {**COMPLETIONS, **special}
     for parameter in command.params:

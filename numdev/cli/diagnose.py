@@ -71,9 +71,9 @@ def attention_options(
     preset: str | None, pairs: Sequence[str], flag: str = "--attention"
 ) -> dict[str, Scalar]:
     """Returns a preset and the `pairs` NAME=VALUE of a `flag`, as options of `emulated`;
-    the values are read as YAML (a number, true, a word). The preset is fa2 where neither
-    `preset` nor a pair names one. Raises UsageError for what is no such pair, and for two
-    different values of one name."""
+    the values are read as YAML (a number, true, a word; None for nothing). The preset is
+    fa2 where neither `preset` nor a pair names one. Raises UsageError for what is no such
+    pair, for a list or mapping, and for two different values of one name."""
     options: dict[str, Scalar] = {} if preset is None else {"preset": preset}
     for item in pairs:
         name, equals, value = map(str.strip, item.partition("="))

@@ -96,7 +96,8 @@ WORDS: Mapping[str, str] = {
 def expect_file(path: Path | str, of: str) -> None:
     """Raises UsageError for a file or directory of another kind than a command or an
     option (`of`: one of ACCEPTS) takes, and names the command that takes it. A path that
-    does not exist passes, and so does one whose kind is not known."""
+    does not exist passes, and so does one whose kind is not known. `FILE.py:NAME` is
+    refused in any case, unless Python files are taken."""
     words, accepted = accepted_by(of)
     file, colon, _ = str(path).partition(":")
     if colon and file.endswith(".py") and "python" not in accepted:
@@ -122,8 +123,9 @@ def accepted_by(of: str) -> tuple[str, tuple[Kind, ...]]:
 
 def kind_of_path(path: Path, preferred: Iterable[Kind] = ()) -> Kind | None:
     """Returns the kind of a file or directory; None where there is none, where it cannot
-    be read, and where nothing tells. Of two kinds of YAML file that know as many of its
-    keys it is one of the `preferred`."""
+    be read, and where nothing tells. Of several kinds of YAML file that know as many of
+    its keys it is the first of the `preferred`, in the order of `yaml_keys`, else the
+    first."""
     try:
         if path.is_dir():
             return _kind_of_directory(path)
@@ -145,7 +147,9 @@ def _kind_of_directory(path: Path) -> Kind | None:
 
 def _kind_of_yaml(path: Path, preferred: Iterable[Kind] = ()) -> Kind | None:
     """Returns the kind that knows most of a file's keys, so that one with a wrong key is
-    told by its reader; None where none knows any."""
+    told by its reader; None where none knows any. Of several it is the first of the
+    `preferred`, in the order of `yaml_keys`, else the first. A file named task.yml is a
+    `task`, whatever is in it. Raises OSError, and ValueError for what is no UTF-8."""
     if path.name == "task.yml":
         return "task"
     # By lines alone: the file is parsed by its reader, once and with all care
@@ -188,9 +192,9 @@ def _kind_of_json(path: Path) -> Kind | None:
 
 def _kind_of_safetensors(path: Path) -> Kind | None:
     """Returns `captured` or `tensors` by a safetensors file's header, which is a JSON
-    object behind its length in eight bytes; None for a file that is shorter than that,
-    and where the header or its metadata is none. Raises ValueError for a header that is
-    no JSON."""
+    object behind its length in eight bytes. None where that length is more than the
+    file's, or than LONGEST_HEADER, and where the header or its metadata is no object.
+    Raises ValueError for a header that is no JSON, as of an empty file."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > min(path.stat().st_size, LONGEST_HEADER):

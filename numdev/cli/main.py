@@ -102,9 +102,9 @@ class _Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Returns what click returns of a known command or an option. Raises UsageError
-        for any other word: it names the nearest command, or the one that takes the
-        file."""
+        """Returns what click returns of a known command or an option, and of any word
+        while the shell completes. Raises UsageError for any other word: it names the
+        nearest command, or the one that takes the file."""
         name = args[0]
         if name in COMMANDS or name.startswith("-") or ctx.resilient_parsing:
             return super().resolve_command(ctx, args)
@@ -142,9 +142,10 @@ class _Commands(click.Group):
 
 
 def _command_for(word: str) -> str:
-    """Returns what to type in place of a word that is no command: the command that takes
-    it as a target or a file, as `numdev check mine.py:f`, else the nearest name, as `did
-    you mean 'audit'?; see ...`."""
+    """Returns what to type in place of a word that is no command. It is the command that
+    takes the word as a target or a file: `numdev check mine.py:f`, `numdev audit demo`,
+    or `numdev report a.json takes a report`. Else it is the nearest name, or all where
+    none is near: `did you mean 'audit'?; see ...`."""
     from numdev.cli.file_kinds import USES, kind_of_path
 
     file, colon, _ = word.partition(":")
@@ -192,8 +193,9 @@ def _show_version(context: click.Context, asked: bool) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line and exits with its code: 0 done or passed (then it returns),
     1 exceeded, 2 usage, 3 could not measure, 130 interrupted. An error is one line on
-    stderr; with `--debug` one that nobody expected is raised. `arguments`: None: those of
-    the process."""
+    stderr; with `--debug` one that nobody expected is raised. Where the reader of its
+    output has left, it prints nothing more and exits with the code that was due.
+    `arguments`: None: those of the process."""
     # Read when torch is imported: a thread that waits for another sleeps. One that spins
     # keeps the other from its core where the machine is busy, and an audit took 50 times
     # as long.
@@ -259,8 +261,8 @@ def _parser_words(error: click.ClickException) -> str:
 
 
 def _exit_with_error(message: str, code: int) -> None:
-    """Prints one line on stderr, whatever is in the message (control characters become
-    spaces), and exits with the code."""
+    """Prints one line on stderr, whatever is in the message (each character that is not
+    printable becomes a space), and exits with the code."""
     line = "".join(c if c.isprintable() else " " for c in f"numdev: error: {message}")
     click.echo(line, err=True)
     sys.exit(code)

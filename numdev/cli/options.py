@@ -54,8 +54,9 @@ class Grouped(click.Command):
         return params if len(self.params) < MANY else [*params, HELP_ALL]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the options for `--help`: the common ones where there are MANY or more,
-        and with WHOLE in the context's `meta` the others in GROUPS."""
+        """Writes the options for `--help`: all where there are fewer than MANY, else the
+        common ones and how many more there are; with WHOLE in the context's `meta` also
+        the others, in GROUPS."""
         options = [p for p in self.get_params(ctx) if isinstance(p, click.Option)]
         if len(self.params) < MANY:
             super().format_options(ctx, formatter)
@@ -146,7 +147,7 @@ def options_of(
     """Returns a decorator that adds an option for each field of a model that has one; for
     the fields `names` alone, if there are any. Fields in `without` (names between
     blanks), which a file may set, get none. A value that is not on the command line is
-    None, or ()."""
+    None, or () for an option that may be repeated."""
 
     def decorate(function: F) -> F:
         """Returns the function with the options, in the order of the fields."""
@@ -202,7 +203,7 @@ class WorkersOrAddress(AtLeast):
         self, value: str, param: click.Parameter | None, ctx: click.Context | None
     ) -> int | float | str:
         """Returns text with a colon, which an address has, as it is; else a whole number,
-        at least 1. Raises UsageError for any other."""
+        at least 1. Raises UsageError for any other text."""
         return value if ":" in value else super().convert(value, param, ctx)
 
 

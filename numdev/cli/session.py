@@ -76,8 +76,8 @@ class Session:
             say(text)
 
     def run_study(self, run: Callable[..., R], *asked: object, **more: object) -> R:
-        """Returns what a study returns, with its progress shown. `run` is called with the
-        arguments, `overwrite`, `command` and `progress`."""
+        """Returns what a study returns, with its progress shown. `run` is called with
+        `asked` and `more`, and with `overwrite`, `command` and `progress`."""
         same = {"overwrite": self.overwrite, "command": command_line()}
         return self.run_with_progress(run, *asked, **same, **more)
 
@@ -89,7 +89,9 @@ class Session:
         **more: object,
     ) -> R:
         """Returns the report of a study, judged by the rules of the `verdict`; None: by
-        the default ones."""
+        the default ones. `run` is called with `asked` and `more`, and with `rules` (None:
+        the default ones), `overwrite`, `command` and `progress`. Raises UsageError for a
+        wrong file of rules."""
         return self.run_study(
             run, *asked, rules=verdict.limits if verdict else None, **more
         )
@@ -97,9 +99,9 @@ class Session:
     def run_with_progress(
         self, run: Callable[..., R], *asked: object, **more: object
     ) -> R:
-        """Returns what a function returns, with its progress shown; kernels' prints stay
-        off stdout, and no Ctrl-C is lost. `run` is called with the arguments and
-        `progress`."""
+        """Returns what a function returns, with its progress shown unless --json or
+        --quiet is set; kernels' prints go to stderr, and no Ctrl-C is lost. `run` is
+        called with `asked` and `more`, and with `progress`."""
         from numdev.report.renderers import terminal
 
         with (
@@ -119,8 +121,9 @@ class Session:
     def claim_directory(self, name: str, request: Mapping[str, object]) -> Path:
         """Makes and returns the directory of a report that is made at once. `name`: what
         the directory is called, which begins with the command's, as `bounds-tiny`. Raises
-        as `numdev.report.io.claim_directory`: UsageError where it holds another
-        report."""
+        UsageError where no results can be, where it holds the report of another command,
+        and unless --overwrite that of another request. Raises MeasurementError, unless
+        --overwrite, for an older report that cannot be read."""
         from numdev.report.io import claim_directory
 
         directory = self.directory(name, request)
@@ -140,10 +143,10 @@ class Session:
     ) -> None:
         """Writes a finished report and its page. Shows the report, or the `verdict` on
         it, as asked, then has the `scripts` of its findings written. Exits with the
-        verdict's code, and with `exits` with that of the report's outcome; returns
-        without these. Raises MeasurementError for a report in which nothing was measured,
-        which is no success, unless a limit is exceeded; OSError where a file cannot be
-        written."""
+        verdict's code, or with `exits` with that of the report's outcome; returns without
+        these. Raises MeasurementError for a report in which nothing was measured, which
+        is no success, unless that code says that a limit is exceeded; OSError where a
+        file cannot be written; and what `judge_and_show` raises."""
         from numdev import report as reports
         from numdev.report import Outcome
         from numdev.report.io import text_of
@@ -182,9 +185,10 @@ class Session:
 
 @contextlib.contextmanager
 def raising_lost_interrupts() -> Iterator[Callable[[], None]]:
-    """Yields a function that raises KeyboardInterrupt if one came and was lost: a native
-    extension that calls back into Python may clear the error. Who yields calls it at
-    every task."""
+    """Yields a function to be called at every task. It raises KeyboardInterrupt where a
+    Ctrl-C came since the block began, even one that was lost: a native extension that
+    calls back into Python may clear the error. In a thread other than the main one it
+    raises nothing."""
     from numdev.studies.audit.interrupt import handling
 
     came = threading.Event()
@@ -207,8 +211,8 @@ def raising_lost_interrupts() -> Iterator[Callable[[], None]]:
 
 
 def say(text: str) -> None:
-    """Prints a sentence on stderr, in lines as wide as the terminal; a word that is
-    wider, as a path may be, stays whole."""
+    """Prints a sentence on stderr, in lines as wide as the terminal, or without one of
+    PIPE characters; a word that is wider, as a path may be, stays whole."""
     columns, _ = shutil.get_terminal_size((PIPE, 24))
     lines = textwrap.wrap(text, columns, break_long_words=False, break_on_hyphens=False)
     click.echo("\n".join(lines), err=True)

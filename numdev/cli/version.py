@@ -13,7 +13,8 @@ import numdev
 
 
 def version_line() -> str:
-    """Returns `numdev 0.1.0 (commit 1a2b3c4d), torch 2.13.0, Python 3.12.1`."""
+    """Returns `numdev 0.1.0 (commit 1a2b3c4d), torch 2.13.0, Python 3.12.1`; without the
+    brackets where no commit is known, and with `torch not installed` where it is not."""
     commit = commit_of_source() or commit_of_install()
     known_commit = f" (commit {commit})" if commit else ""
     return (
@@ -23,8 +24,9 @@ def version_line() -> str:
 
 
 def commit_of_source() -> str:
-    """Returns the commit of the source tree that numdev runs from, with `+` where files
-    differ from it; empty where it runs from no such tree, or git does not answer."""
+    """Returns the commit, in eight digits or more, of the source tree that numdev runs
+    from, with `+` where tracked files differ from it; empty where it runs from no such
+    tree, or git does not answer."""
     root = Path(numdev.__file__).parent.parent
     if not (root / ".git").exists():
         return ""
@@ -46,8 +48,8 @@ def _git(root: Path, *words: str) -> str:
 
 
 def commit_of_install() -> str:
-    """Returns the commit that pip installed from, of a repository; empty where it
-    installed from elsewhere."""
+    """Returns the first eight digits of the commit that pip installed from, of a
+    repository; empty where it installed from elsewhere."""
     try:
         text = importlib.metadata.distribution("numdev").read_text("direct_url.json")
         commit = json.loads(text or "{}").get("vcs_info", {}).get("commit_id", "")

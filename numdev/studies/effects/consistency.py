@@ -39,9 +39,10 @@ STEADY = ("whole", "repeat", "moved")
 
 
 def check_consistency(report: EffectsReport) -> None:
-    """Raises MeasurementError, with the first contradiction, for rows or checks that
-    nobody planned, that are missing, or whose numbers contradict each other. Without this
-    a missing row would exceed no limit."""
+    """Raises MeasurementError, with the first contradiction, for a plan that is not what
+    the request asked for; for rows or checks that nobody planned, or that are missing;
+    and for numbers that contradict each other. Without this a missing row would exceed no
+    limit."""
     refuse_contradictions(
         _plan_contradictions(report),
         _check_contradictions(report),
@@ -51,8 +52,9 @@ def check_consistency(report: EffectsReport) -> None:
 
 
 def _plan_contradictions(report: EffectsReport) -> Iterator[str]:
-    """Yields a sentence for each way in which the plan is not what the request asked for,
-    or contradicts itself."""
+    """Yields a sentence for each way, of those that are looked for, in which the plan is
+    not what the request asked for, has another output than the report, or contradicts
+    itself. `report.plan`: with at least one kernel."""
     plan, request = report.plan, report.request
     yield from format_differences(request, plan.formats)
     read = report.provenance.source.get("sequences_read")
@@ -99,8 +101,8 @@ def _plan_contradictions(report: EffectsReport) -> Iterator[str]:
 
 def _check_contradictions(report: EffectsReport) -> Iterator[str]:
     """Yields a sentence for each contradiction of the checks: they are not those that
-    were planned, in that order; the plan has `cache` or `compiled`, which the request
-    does not ask for; the plan has no `repeat`; a check contradicts itself."""
+    were planned, in that order, each once; the plan has `cache` or `compiled`, which the
+    request does not ask for; the plan has no `repeat`; a check contradicts itself."""
     present = [(check.name, check.format, check.applies) for check in report.checks]
     planned = [(check.name, check.format, check.applies) for check in report.plan.checks]
     if present != planned or len({name[:2] for name in present}) < len(present):
@@ -141,9 +143,10 @@ def _check_contradiction(check: Check) -> str:
 
 
 def _row_contradictions(report: EffectsReport) -> Iterator[str]:
-    """Yields a sentence for each planned row that is missing or there twice, each row
-    that was not planned, and each that contradicts itself or has another number of
-    positions than other runs."""
+    """Yields a sentence for each planned run of a sequence that has no row or several,
+    and for each such run that was not planned. Yields one for each planned row that
+    contradicts itself, and for each that has another number of positions than the first
+    one of its format, output and sequence. Rows that are not `ok` have no such number."""
     plan = report.plan
     rows = grouped(report.rows, lambda r: (r.run, r.sequence))
     wanted = itertools.product(
@@ -169,9 +172,10 @@ def _row_contradictions(report: EffectsReport) -> Iterator[str]:
 
 
 def _floor_contradictions(report: EffectsReport) -> Iterator[str]:
-    """Yields a sentence for each sequence where the floor errs FAR times as much as a
-    kernel. The floor is the exact result rounded once, so that no kernel of its format
-    errs much less."""
+    """Yields a sentence for each format, output and sequence where the floor errs more
+    than FAR times as much as a kernel. Errors are those of attention alone; rows without
+    an error, or with the error 0, do not count. The floor is the exact result rounded
+    once, so that no kernel of its format errs much less."""
     alone = [
         r for r in report.rows if r.kind == "attention" and r.layer is None and r.error
     ]
@@ -207,8 +211,9 @@ def _row_contradiction(row: OutputRow, plan: EffectsPlan) -> str:
 
 
 def _unmeasured_contradiction(row: OutputRow, sizes: Sequence[float]) -> str:
-    """Returns what is wrong with a row that is not `ok`: it must have no numbers, and a
-    reason. Empty where nothing is wrong. `sizes`: the row's numbers of SIZES that are not
+    """Returns what is wrong with a row that is not `ok`: it must have a reason and no
+    numbers, may be `lost` only where it was skipped, and have `nonfinite` only where it
+    failed. Empty where nothing is wrong. `sizes`: the row's numbers of SIZES that are not
     null."""
     counts = (row.flips, row.unexplained, row.first_flip, row.log_perplexity)
     has_numbers = sizes or row.positions or row.growth

@@ -86,11 +86,12 @@ def run_checks(
     request: EffectsRequest,
     before: Sequence[Check] = (),
 ) -> Iterator[Check]:
-    """Yields exactly one check for each name that `check_names` has for the subject's
-    format, in that order. `before`: the checks of earlier formats; with any, checks that
-    are tried in fp64 alone are left out, since they were tried. Where the check `repeat`
-    does not hold, all others are not tried. `inputs`: tensors by name, of the first part
-    of the text."""
+    """Yields one check for each name that `check_names` has for the subject's format, in
+    that order. `before`: the checks of earlier formats; with any, checks that are tried
+    in fp64 alone are left out, since they were tried. Where the check `repeat`, here or
+    in `before`, fails or could not be tried, no later check is tried. `inputs`: tensors
+    by name, of the first part of the text. An error of the model becomes a check's
+    reason."""
     checks = Checks(subject, inputs, request)
     repeat = next((check for check in before if check.name == "repeat"), None)
     for name, fmt in check_names(request, [subject.format.name]):
@@ -103,7 +104,8 @@ def run_checks(
 
 class Checks:
     """The checks of one model in one format. Each check runs the model another way, and
-    compares within a limit, not bit by bit."""
+    compares within a limit, not bit by bit. What runs the model raises what the model
+    raises."""
 
     def __init__(self, subject: Subject, inputs: Inputs, request: EffectsRequest) -> None:
         self.subject, self.inputs, self.request = subject, inputs, request
@@ -113,8 +115,8 @@ class Checks:
     def try_check(self, name: str, repeat: Check | None) -> Check:
         """Returns the check `name`, one of `check_names`. Its `holds` is None, with a
         reason, where the check does not apply, was not asked for or raised an error. It
-        is None too where `repeat`, the check of whether the model repeats itself, does
-        not hold; None for `repeat`: it was not tried yet."""
+        is None too where `repeat`, the check of whether the model repeats itself, fails
+        or could not be tried; None for `repeat`: it was not tried yet."""
         untried = Check(name=name, holds=None)
         if why := not_asked_reason(self.request, name) or self.inapplicable_reason(name):
             return untried.model_copy(update={"applies": False, "reason": why})
@@ -132,8 +134,8 @@ class Checks:
 
     def inapplicable_reason(self, name: str) -> str:
         """Returns why the check `name` does not apply to this model or its inputs, as far
-        as that shows before the check runs; empty where it applies, and for a name that
-        is no check."""
+        as that shows before the check runs. Empty where it may apply, and for a name that
+        is no check. Whether the check was asked for plays no part."""
         model: Any = self.model
         if name in ("eager", "sdpa", "compiled eager"):
             if self.subject.by_hand:
@@ -234,9 +236,10 @@ class Checks:
         """Returns the check `name`. It holds where two exact runs agree within LIMIT of
         the rms of `one`, at the positions that count (`counts`, bool [sequences,
         positions]). It does not hold where `other` is not finite at one of these. The
-        reason then says in which layer the runs first differ, among the modules whose
-        outputs both have in one shape. Raises MeasurementError where the outputs' shapes
-        differ, no position counts, or `one` is not finite at one that counts."""
+        reason then names the layer of the first module whose output differs by more than
+        LIMIT; it names none where no module of both runs, with an output in one shape at
+        these positions, does. Raises MeasurementError where the outputs' shapes differ,
+        no position counts, or `one` is not finite at one that counts."""
 
         def difference(a: Tensor, b: Tensor) -> float:
             """Returns the largest difference over the rms of `a`; 0 for tensors that are
@@ -275,7 +278,7 @@ class Checks:
     def first_difference_clause(self, name: str) -> str:
         """Returns a clause on where two runs first differ, by the name of a module or
         BEFORE: `; layer 3 is the first whose attention differs`, `; they differ before
-        the first layer`. Empty for a module without a layer."""
+        the first layer`. Empty for a module whose layer has no number."""
         if name == BEFORE:
             return "; they differ before the first layer"
         module = self.model.get_submodule(name)
@@ -291,9 +294,9 @@ class Checks:
         return f"; layer {layer} is the first whose {what} differs"
 
     def check_against_exact_run(self, name: str, **how: object) -> Check:
-        """Returns the check of whether the exact run agrees with one that is made with
-        `how`, further arguments of `run_exactly`; without any it is the same run again.
-        Raises what `compare_runs` raises."""
+        """Returns the check `name` of whether the exact run agrees with one that is made
+        with `how`, further arguments of `run_exactly`; without any it is the same run
+        again. Padding does not count. Raises what `compare_runs` raises."""
         counts = unpadded_positions(self.inputs, self.exact_run[0])
         return self.compare_runs(
             name, self.exact_run, self.run_exactly(self.inputs, **how), counts
@@ -316,8 +319,8 @@ class Checks:
 
     def check_format(self) -> Check:
         """Returns the check of whether the model computes in its own format, or a wider
-        one, at every site. The model runs once where no exact run was made before. Raises
-        what the model raises."""
+        one, at every site. Its `difference` is the number of sites that compute in a
+        narrower one. The model runs once where no exact run was made before."""
         if not self.subject.ran_exactly:  # elsewhere, or before it was interrupted
             self.subject.run_exactly(self.inputs)
         fmt, sites = self.subject.format.name, self.subject.narrower
@@ -342,10 +345,12 @@ class Checks:
 
     def check_causality(self, name: str) -> Check | str:
         """Returns the check of whether other tokens in the second half of the text change
-        nothing in the first; or why it does not apply. It applies to a decoder: its class
-        or the input's name says so, or most of its calls with as many keys as queries
-        hide later keys. `name`: the input that holds the token ids. Raises what
-        `compare_runs` raises, and MeasurementError where no id would change."""
+        nothing in the first; or why it does not apply. It applies to a decoder whose
+        output has a position for each token. The name of the model's class or of the
+        input shows a decoder; or else most calls with as many keys as queries, in which
+        the first query sees no later key. `name`: the input that holds the token ids.
+        Raises what `compare_runs` raises, and MeasurementError where no id would
+        change."""
         hides: list[bool] = []
 
         def attention(case: AttentionCase, fmt: Format) -> Tensor:
@@ -376,9 +381,10 @@ class Checks:
         return self.compare_runs("causality", one, other, counts)
 
     def replace_tokens(self, ids: Tensor, where: slice) -> Tensor:
-        """Returns a copy of the ids [sequences, positions] with another token of the text
-        at each position of `where`, the next larger one; padding stays, since models
-        count it. Raises MeasurementError where no id would change."""
+        """Returns a copy of the ids [sequences, positions] with another token of `ids` at
+        each position of `where`: the next larger one, for the largest the smallest.
+        Padding stays, since models count it. Raises MeasurementError where no id would
+        change."""
         pad = getattr(getattr(self.model, "config", None), "pad_token_id", None)
         pads = torch.zeros_like(ids, dtype=torch.bool) if pad is None else ids == pad
         tokens, changed = ids[~pads].unique(), ids.clone()
@@ -394,9 +400,10 @@ class Checks:
 
     def check_mask(self, *, decodes: bool) -> Check | str:
         """Returns the check of whether the first HIDDEN tokens, where the attention mask
-        hides them, change nothing at the others; or why it does not apply. `decodes`: the
-        output is about other tokens than `input_ids`. Raises what `compare_runs` raises,
-        and MeasurementError where no id would change."""
+        hides them, change nothing at the others; or, where the output has no position for
+        each token, why it does not apply. `decodes`: the output is about other tokens
+        than `input_ids`. Raises what `compare_runs` raises, and MeasurementError where no
+        id would change."""
         ids = self.inputs["input_ids"]
         mask = self.inputs.get("attention_mask", torch.ones_like(ids)).clone()
         mask[:, :HIDDEN] = 0
@@ -430,8 +437,9 @@ class Checks:
 
     def check_cache(self, steps: int) -> Check:
         """Returns the check of whether decoding the last `steps` tokens one at a time,
-        with a cache, gives the outputs of one pass over all tokens. Raises
-        MeasurementError where the text is not in `input_ids`, and as `compare_runs`."""
+        with a cache, gives the outputs of one pass over all tokens. At least the first
+        token is read before that. Raises MeasurementError where the text is not in
+        `input_ids`, where `steps` is 0, and as `compare_runs`."""
         if self.text != "input_ids":
             raise MeasurementError("a model that encodes is not decoded with a cache")
         length = self.inputs["input_ids"].shape[1]
@@ -499,8 +507,9 @@ def _nonfinite_clause(bad: int, counts: Tensor) -> str:
 def reproducers(report: EffectsReport, directory: Path, **_: object) -> list[Path]:
     """Writes a script, which needs torch and transformers, for each finding on the
     model's own attention, causality, masks and the cache; returns the scripts' paths.
-    Empty where the checkpoint is no folder with a config.json, or the model reads no
-    tokens."""
+    Scripts are in folders below `directory`, which are made. None is written, and the
+    list is empty, where the checkpoint is no folder with a config.json, or the model
+    reads no tokens. Raises OSError where a script cannot be written."""
     path = report.request["checkpoint"]
     path = demo_checkpoint() if path == "demo" else Path(path).resolve()
     if not ((path / "config.json").is_file() and report.tokens):

@@ -130,9 +130,11 @@ class Subject:
     ) -> object:
         """Returns what the model returns as it computes in its format, without gradients.
         `attention` answers each of its calls of attention, from the call and the format
-        that it came in. With the seed `moved` the embedded inputs lie one unit in the
-        last place off, up or down at random; None: they are not moved. Raises what the
-        model and `attention` raise."""
+        that it came in. With the seed `moved` the output of the model's first embedding,
+        convolution or linear layer lies one or two units in the last place off, up or
+        down at random; None: it is not moved. Raises what the model and `attention`
+        raise, and Unseen where the model makes no call of attention, or attends somewhere
+        without one."""
 
         def answer(case: AttentionCase) -> Tensor:
             """Returns the attention of a call in the call's own dtype."""
@@ -160,9 +162,9 @@ class Subject:
         fp64 but for roundings at `sites`. These are to nearest, or with the seed `drawn`
         up or down at random. `attention` answers the calls of attention; None: the
         model's own code does, which is as exact in fp64. The own code also answers in
-        place of `exact_attention` for a model that makes no call that could be answered;
-        `by_hand` then says why. Raises what the model raises, and Unseen for another
-        `attention` that such a model does not call."""
+        place of `exact_attention` for a model that makes no such call, or attends
+        somewhere without one; `by_hand` then says why. Raises what the model raises, and
+        Unseen for another `attention` with such a model."""
         if attention is exact_attention:
             if not self.by_hand:
                 try:
@@ -178,8 +180,10 @@ class Subject:
     ) -> object:  # fmt: skip
         """Returns what the model, or `run` in its place, returns in one run in fp64,
         rounded at `sites`, with its attention answered by `attention` (None: by the
-        model's own code). Notes in `narrower` and `routes` what the run shows. Raises
-        Unseen where the model makes no call that `attention` could answer."""
+        model's own code). With the seed `drawn` roundings go up or down at random; None:
+        to nearest. Notes in `narrower` and `routes` what the run shows. Raises Unseen for
+        an `attention` where the model makes no call of it, or attends somewhere without
+        one."""
         generator = (
             None if drawn is None else torch.Generator(self.device).manual_seed(drawn)
         )
@@ -229,10 +233,12 @@ class Subject:
     ) -> object:
         """Returns what the model returns, computed in fp64 but rounded at one site, one
         of SITES, or for "" at all. Attention rounds as the first of `kernels` that has a
-        rounding model for the call, else as FlashAttention-2. The kernels are tried anew
-        for each call, so that an iterator will not do. For all sites only: `drawn`, a
-        seed, with which every rounding goes up or down at random; `exact`, sites outside
-        attention that are not rounded."""
+        rounding model for the call and runs, else as FlashAttention-2. The kernels are
+        tried anew for each call, so that an iterator will not do. For all sites only:
+        `drawn`, a seed, with which every rounding goes up or down at random; `exact`,
+        sites outside attention that are not rounded. Raises Unseen, for all sites or one
+        inside attention, where the model makes no call of attention, or attends somewhere
+        without one."""
         stochastic = {} if drawn is None else {"rounding": "stochastic", "seed": drawn}
 
         def attention(case: AttentionCase, fmt: Format) -> Tensor:
@@ -263,9 +269,10 @@ class Subject:
         )
 
     def _wide_inputs(self, inputs: Inputs, *, rounded: bool) -> dict[str, Any]:
-        """Returns the inputs on the model's device, floating-point ones as fp64 tensors
-        that say the model's dtype. Real ones are rounded to the model's format where
-        `rounded`; complex ones keep their dtype."""
+        """Returns the inputs on the model's device, real floating-point ones as fp64
+        tensors that say the model's dtype. These are rounded to the model's format where
+        `rounded`. Complex ones become complex128 tensors that say their own dtype; all
+        else keeps its values."""
         home = {
             name: x.to(self.device) if isinstance(x, Tensor) else x
             for name, x in inputs.items()
@@ -294,8 +301,8 @@ class Subject:
     ) -> Tensor:
         """Returns what the kernel's rounding model gives on a call rounded to `fmt`. The
         output is exact where the call comes in a more precise format than the model's.
-        Raises Refused where the kernel has no rounding model for the call or declines,
-        MeasurementError where it fails."""
+        Raises Refused where the kernel has no rounding model for the call, cannot run
+        here or declines; MeasurementError where it fails."""
         if fmt.precision > self.format.precision:
             return exact_attention(case, fmt)
         case = case.rounded_to(fmt)
@@ -319,7 +326,7 @@ class Subject:
     ) -> Mapping[str, object]:
         """Returns the options of `emulated` that round as the kernel does on a rounded
         case. The kernel is run to learn them. Raises Refused where the kernel has no
-        rounding model for the case's format, cannot run here or declines;
+        rounding model for the case or its format, cannot run here or declines;
         MeasurementError where it fails."""
         claim = planned.kernel.claims(case, self._run_kernel(planned, case), self.system)
         if claim is None or case.format.precision > MOST_BITS:
@@ -374,9 +381,10 @@ def first_nonfinite(
 
 
 def _nonfinite_weight_clause(module: nn.Module, cast_to: Format | None) -> str:
-    """Returns a clause about the first parameter of a module that has NaN or infinity: `,
-    whose weight (cast to float16) has NaN or infinity at 2 of 64 places`. Empty without
-    one. Weights that stay on disk are not looked at."""
+    """Returns a clause about the first parameter, of a module or its parts, that has NaN
+    or infinity: `, whose weight (cast to float16) has NaN or infinity at 2 of 64 places`.
+    What is in brackets is left out where `cast_to` is None. Empty without such a
+    parameter. Weights that stay on disk are not looked at."""
     cast = f" (cast to {cast_to.name})" if cast_to else ""
     for name, x in module.named_parameters():
         if not isinstance(x, Deferred) and (count := int((~widened(x).isfinite()).sum())):
@@ -394,10 +402,10 @@ def _weights_at_hand(streamed: Streamed | None) -> AbstractContextManager[None]:
 
 
 def _copied_or_loaded(source: Source, dtype: torch.dtype) -> nn.Module:
-    """Returns the source's model in a dtype, whose tensors the caller replaces. Where the
-    source's model has that dtype already it is a copy of the modules that shares all
-    tensors, so that a large model is not in memory twice; else the model is loaded once
-    more."""
+    """Returns the source's model in a dtype, whose tensors the caller replaces. A
+    checkpoint's model in memory that has that dtype already is copied: its modules alone,
+    with all tensors shared, so that a large model is not in memory twice. Any other is
+    loaded once more."""
     if not isinstance(source, CheckpointSource) or source.streamed:
         return source.load(dtype)
     is_alike = dtype_of(format_named(source.request.model_dtype)) == dtype
@@ -450,8 +458,9 @@ def _widened_tensor(
 
 
 def _plain_case(case: AttentionCase) -> AttentionCase:
-    """Returns the call with its tensors as plain fp64 tensors. The lowest number of a
-    mask's dtype, which hides a key, becomes that of fp64."""
+    """Returns the call with its floating-point tensors as plain fp64 tensors. The lowest
+    number of a mask's dtype, which hides a key, becomes that of fp64. A mask of another
+    kind, and all else, is as it was."""
     mask = case.mask
     if mask is not None and is_floating(mask):
         values = widened(mask)
@@ -470,9 +479,11 @@ def _plain_case(case: AttentionCase) -> AttentionCase:
 
 @contextmanager
 def _with_moved_embedding(model: nn.Module, fmt: Format, seed: int) -> Iterator[None]:
-    """Returns a context in which the output of the first embedding, convolution or linear
-    layer to run is one unit in the last place of `fmt` off, element by element, up or
-    down at random with this seed. The layer's later runs are not moved."""
+    """Returns a context in which the output of the first embedding, convolution (along
+    one or two axes) or linear layer to run is moved, once: each element by 2 u of its
+    size, up or down at random with this seed, rounded to `fmt`. That is one or two units
+    in the last place; 0 stays. The layer's later runs are not moved. u: the unit roundoff
+    of `fmt`."""
 
     def move(_module: nn.Module, _args: object, x: Tensor) -> Tensor:
         """Returns the output of a layer, moved; a forward hook, which removes itself and

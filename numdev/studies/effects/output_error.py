@@ -28,10 +28,10 @@ TINY = 1e-300  # a divisor that is never 0
 def main_output(answer: object) -> Tensor:
     """Returns the tensor by which answers of a model are compared, [sequences, positions,
     width] in fp64: its logits, else its last hidden state, else the first tensor among
-    its fields, or of a tuple or list its first element. An output [sequences, width] has
-    one position; further axes between the first and last become positions. Raises
-    MeasurementError where what is chosen so is no floating-point tensor of two axes or
-    more."""
+    its fields. A tensor is taken itself, of a tuple or list the first element. An output
+    [sequences, width] has one position; further axes between the first and last become
+    positions. Raises MeasurementError where what is chosen so is no floating-point tensor
+    of two axes or more."""
     parts = answer if isinstance(answer, Mapping) else getattr(answer, "__dict__", {})
     named = (parts[n] for n in ("logits", "last_hidden_state", *parts) if n in parts)
     x: object = next((x for x in named if isinstance(x, Tensor)), answer)
@@ -55,8 +55,8 @@ def outputs_by_name(answer: object) -> dict[str, Tensor]:
 
 def text_input_name(inputs: Mapping[str, object]) -> str | None:
     """Returns the name of the input whose tokens the model's output is about:
-    `decoder_input_ids` if there is one, else `input_ids`, else the first int64 tensor
-    [sequences, positions]; None without one."""
+    `decoder_input_ids` if there is one, else `input_ids`, whatever these hold, else the
+    first int64 tensor [sequences, positions]; None without one."""
     tensors = ((n, x) for n, x in inputs.items() if isinstance(x, Tensor))
     tokens = [n for n, x in tensors if x.dtype == torch.int64 and x.ndim == 2]
     return next(
@@ -89,11 +89,12 @@ class Scored(NamedTuple):
         cls, model: nn.Module, answer: object, inputs: Mapping[str, Tensor]
     ) -> Scored:
         """Returns how to score an answer of the model on `inputs`. It is scored as logits
-        where the width of its output is the size of a vocabulary or the number of labels,
-        and it has no `last_hidden_state`. For logits over tokens `targets` has the next
-        token of the text, of a masked or an encoder-decoder model the token itself; it is
-        -1 where that is padding, or the inputs have no such token, and for all other
-        outputs. Raises MeasurementError as `main_output`."""
+        where the width of its output is the size of a vocabulary (the config's, or that
+        of the first embedding) or the number of labels, and it has no
+        `last_hidden_state`. For logits over tokens `targets` has the next token of the
+        text, of a masked or an encoder-decoder model the token itself; it is -1 where
+        that is padding, or the inputs have no such token, and for all other outputs.
+        Raises MeasurementError as `main_output`."""
         out, name = main_output(answer), text_input_name(inputs)
         config: object = getattr(model, "config", None)
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -142,16 +143,17 @@ def score_sequences(
     first: Mapping[int, str] = MappingProxyType({}),
 ) -> list[Fields]:
     """Returns the numbers of an `OutputRow` for each sequence, as dicts of its fields.
-    `x`, `truth`, `beside`: [sequences, positions, width].
+    `x`, `truth`, `beside`: [sequences, positions, width]. Only positions that count
+    (`how.counted`) are looked at.
 
     `by_chance` [sequences, positions]: the `largest_error` that roundings make, by which
     flips are told from near ties; None leaves `unexplained` out. `beside`: the output
-    that `from_against` is measured from; None, or one that is not finite, leaves it out.
-    `growth` is empty for fewer than 2 PARTS positions. A sequence without numbers has a
-    `status` and a `reason`: `skipped` where it is all padding or `truth` is not finite
-    (then `lost` too), `failed` where `x` is not finite (with `nonfinite`, how many
-    positions). `first`: by the number of a sequence, where NaN or infinity first came up,
-    which the reason then says."""
+    that `from_against` is measured from; None, or one that is not finite in a sequence,
+    leaves it out there. `growth` is empty for fewer than 2 PARTS positions. A sequence
+    without numbers has a `status` and a `reason`: `skipped` where it is all padding or
+    `truth` is not finite (then `lost` too), `failed` where `x` is not finite (with
+    `nonfinite`, how many positions). `first`: by the number of a sequence, where NaN or
+    infinity first came up, which the reason then says."""
     rows: list[Fields] = []
     for i, counts in enumerate(how.counted):
         values, exact = x[i][counts], truth[i][counts]
@@ -208,8 +210,8 @@ def _centred(x: Tensor) -> Tensor:
 
 def _score_states(x: Tensor, exact: Tensor) -> tuple[Tensor, Fields]:
     """Returns the cost of each position [positions], the squared error over the squared
-    norm of the exact state, and the field `angle` of the row: the mean angle in degrees.
-    `x`, `exact`: final states [positions, width]."""
+    norm of the exact state (TINY for a norm of 0), and the field `angle` of the row: the
+    mean angle in degrees. `x`, `exact`: final states [positions, width]."""
     size = exact.square().sum(dim=-1).clamp_min(TINY)
     cost = (x - exact).square().sum(dim=-1) / size
     cosine = torch.cosine_similarity(x, exact, dim=-1, eps=TINY).clamp(-1, 1)
@@ -221,8 +223,10 @@ def _score_logits(
 ) -> tuple[Tensor, Fields]:
     """Returns the cost of each position [positions], KL(exact || x) in nats, and the
     fields of the row that only logits have: `flips` and `first_flip`; `unexplained` where
-    `by_chance` [positions] is not None; the changes of log-probabilities where any of
-    `targets` [positions] is a token, not -1. `x`, `exact`: [positions, tokens]."""
+    `by_chance` [positions], the `largest_error` that roundings make, is not None; the
+    changes of log-probabilities where any of `targets` [positions] is a token, not -1. A
+    top token that the exact logits have as high as their own is no flip. `x`, `exact`:
+    finite [positions, tokens]."""
     step = max(1, BLOCK // x.shape[-1])
     parts = []
     for logits, exact_logits, token in zip(

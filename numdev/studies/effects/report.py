@@ -254,15 +254,16 @@ class EffectsReport(Report):
 
     @property
     def measured(self) -> bool:
-        """Whether the whole model ran in any format with any kernel, or any check could
-        be tried."""
+        """Whether the whole model ran in any format with any kernel, on any sequence, or
+        any check could be tried."""
         ran = any(row.kind == "whole" and row.status == "ok" for row in self.rows)
         return ran or any(check.holds is not None for check in self.checks)
 
     @property
     def unmeasured(self) -> str:
         """Returns a sentence on why the model ran with no kernel, with the reasons of all
-        rows, sorted: `the model ran with no kernel: REASON, or REASON`."""
+        rows, each once and sorted: `the model ran with no kernel: REASON, or REASON`.
+        Nothing follows the colon where no row has a reason."""
         reasons = sorted({row.reason for row in self.rows if row.reason})
         return f"the model ran with no kernel: {', or '.join(reasons)}"
 

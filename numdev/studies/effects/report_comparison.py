@@ -99,10 +99,12 @@ class EffectsNames:
 
 
 def moves(old: EffectsReport, new: EffectsReport) -> tuple[EffectsNames, Compared]:
-    """Returns the names by which rows are paired, and what changed from `old` to `new`: a
-    group for every run that both reports have, a move for each number of a run that
-    changed beyond chance, and the checks whose result changed or that one report alone
-    could try. A number that is 0 in one report alone moved, whatever chance does."""
+    """Returns the names by which rows are paired, and what changed from `old` to `new`.
+    There is a group for every run that was measured on one sequence in both reports; a
+    move for each number of SCALES, and each count, of such a run that changed beyond
+    chance; a move or presence for each check whose result changed or that one report
+    alone could try. A number of SCALES that is 0 in one report alone, in any sequence,
+    moved, whatever chance does."""
     names = EffectsNames()
     pairs = grouped(measured_pairs(names, old.rows, new.rows), lambda pair: pair[1].run)
     ratios = {
@@ -137,8 +139,9 @@ def moves(old: EffectsReport, new: EffectsReport) -> tuple[EffectsNames, Compare
 
 def _count_changes(rows: Sequence[Pair]) -> Iterator[Changed]:
     """Yields the fields of a move for each count of a run (positions, top tokens that
-    flip, unexplained flips) whose sum over sequences changed beyond chance; positions
-    count as changed wherever they differ."""
+    flip, unexplained flips) whose sum, over the sequences that both reports have, changed
+    beyond chance. Positions count as changed wherever their sums differ. `rows`: the
+    run's pairs of A and B."""
     for metric, what in (
         ("positions", "positions"), ("flips", "top tokens that flip"),
         ("unexplained", "flips that are no near ties"),
@@ -163,8 +166,8 @@ def _count_changes(rows: Sequence[Pair]) -> Iterator[Changed]:
 def _check_moves(
     old: Sequence[Check], new: Sequence[Check]
 ) -> tuple[list[Move], list[Presence]]:
-    """Returns two lists, in the order of the reports. Moves: checks whose result changed
-    from one that was tried to another, and new checks that fail. Presences: checks that
+    """Returns two lists, A's order first. Moves: checks whose result changed from one
+    that was tried to another, and new checks that fail. Presences: all other checks that
     only one report could try."""
     moves: list[Move] = []
     presences: list[Presence] = []

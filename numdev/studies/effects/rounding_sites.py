@@ -82,8 +82,8 @@ class RoundedWeights:
     def rounded(self, values: Tensor, fmt: Format) -> Tensor:
         """Returns fp64 values of a weight rounded to a format, as `round_values` rounds
         them. The rounded values are stored until the weight is written to. The same
-        tensor comes back where rounding changes nothing. Complex values are rounded anew
-        each time."""
+        tensor comes back where rounding changes nothing, unless it has NaN. Complex
+        values are rounded anew each time."""
         if values.is_complex():
             return round_values(values, fmt)
         key = (values.data_ptr(), values.shape, values.stride(), fmt.name)
@@ -118,8 +118,9 @@ class AtSites:
 
     def read(self, values: Tensor, dtype: torch.dtype, *, is_weight: bool) -> Tensor:
         """Returns the values that an operation reads from a tensor of this dtype. A
-        parameter's are rounded where `weights` is one of the sites; all others are as
-        they are."""
+        weight's, which may be a buffer, are rounded where `weights` is one of the sites
+        and the dtype is no more precise than the model's format. All others are as they
+        are. Raises UsageError for a weight whose dtype has no format."""
         if is_weight and "weights" in self.sites:
             fmt = values_format(dtype)
             is_nearest = self.generator is None and self._rounds_to(fmt)
@@ -132,8 +133,9 @@ class AtSites:
         self, func: OpOverload, value: float, dtype: torch.dtype, device: torch.device
     ) -> float:
         """Returns `value`, a Python number that the operation `func` brings in. It is
-        rounded where the operation only moves values, its site is chosen and `dtype` is
-        no more precise than the model's format; else it is as it is."""
+        rounded to nearest where the operation only moves values, its site is chosen and
+        `dtype` is no more precise than the model's format; else it is as it is. Raises
+        UsageError for a dtype without a format."""
         fmt = values_format(dtype)
         if not only_moves_values(func) or fmt.precision > self.format.precision:
             return value
@@ -153,10 +155,12 @@ class AtSites:
         values: Tensor,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Returns the values that an operation computed for a result of this dtype,
-        rounded if its site is chosen. Values that an operation only moves are not
-        rounded, unless it brings in other numbers. Notes in `narrower` a site that
-        computes in less than the model's format."""
+        """Returns the values that an operation computed for a result of this dtype. They
+        are rounded if the operation's site is chosen and the dtype is no more precise
+        than the model's format. Values that an operation only moves are not rounded,
+        unless it brings in other numbers. Notes in `narrower` a site that computes in
+        less than the model's format and in less than SINGLE bits. Raises UsageError for a
+        dtype without a format."""
         if only_moves_values(func) and not brings_other_numbers(func, args, dtype):
             return values
         fmt, site = values_format(dtype), self.places.site_of(func, args)
@@ -199,16 +203,17 @@ class Running(Computing):
 
 
 def only_moves_values(func: OpOverload) -> bool:
-    """Whether an operator only moves values or chooses among them: it is in MOVES, and no
-    variant of it that reduces."""
+    """Whether an operator only moves values or chooses among them: its name is in MOVES,
+    and that of its overload does not say `reduce`."""
     return func.overloadpacket.__name__ in MOVES and "reduce" not in func._overloadname
 
 
 def brings_other_numbers(
     func: OpOverload, args: tuple[object, ...], dtype: torch.dtype
 ) -> bool:
-    """Whether an operator that moves values also makes new ones: it adds some up, casts
-    values of a wider tensor down to `dtype`, or puts integers among floating-point
+    """Whether an operator that moves values also makes new ones: `index_put` adds some up
+    (its fourth argument); a tensor with axes that is wider than `dtype` is cast down; or
+    an operator of JOINS puts integers, which bool are not, among floating-point
     values."""
     name = func.overloadpacket.__name__
     if name in ("index_put", "index_put_") and len(args) > 3 and args[3]:
@@ -314,10 +319,11 @@ class SiteTracker:
         return has_parts and (not width or shape[-1:] == (width,))
 
     def _site_in_attention(self, module: nn.Module, name: str) -> str:
-        """Returns the site of an operator, by name (`bmm`), in a module that computes
-        attention itself: `attention scores` from the first product to the softmax, both
-        included; then `attention P`; `attention output` for the next product. Empty for
-        an operator before the scores. Notes how far the module has come."""
+        """Returns the site of an operator, by name, in a module that computes attention
+        itself. It is `attention scores` from the first product (`bmm`, `baddbmm`) to the
+        softmax, both included, and for any softmax; then `attention P`; `attention
+        output` for the next product. Empty for another operator before the scores. Notes
+        how far the module has come."""
         stage = self.by_hand.get(module, "")
         if name in SOFTMAX:
             self.by_hand[module] = "attention P"
@@ -333,7 +339,8 @@ class SiteTracker:
 def layer_names(model: nn.Module) -> list[str]:
     """Returns the dotted names of a model's layers, in the model's order: the members of
     each `ModuleList` or `Sequential` whose members all have submodules. Lists inside a
-    layer do not count. Empty without such a list."""
+    layer do not count. Empty without such a list. A layer of a model that is such a list
+    itself has a name with a dot first (`.0`)."""
     layers: list[str] = []
     for name, m in model.named_modules():
         if isinstance(m, nn.ModuleList | nn.Sequential) and not _enclosing_module(
@@ -356,8 +363,9 @@ def _site_of_module(
 ) -> str:
     """Returns the site that all operations of a module have. Where the site depends on
     the operation it returns `owner` (a module that has attention's projections), `layer`
-    or `outside`. Norms and rotary embeddings are told by name or class wherever they
-    stand. `owners`, `layers`: names of the modules with attention, and of layers."""
+    (one inside a layer without a weight) or `outside`. Norms and rotary embeddings are
+    told by name or class wherever they stand. `owners`, `layers`: names of the modules
+    with attention, and of layers."""
     leaf, layer = name.rpartition(".")[2].lower(), _enclosing_module(name, layers)
     described = f"{leaf} {type(module).__name__.lower()}"
     if "norm" in described:

@@ -112,12 +112,14 @@ def effects(
     rules: Rules | None = None,
 ) -> EffectsReport:
     """Runs `request` and returns its report, judged by `rules` (None: the default ones).
-    What is measured goes to a journal in `directory` (None: in memory alone), so that an
-    interrupted run goes on from there; `overwrite` replaces a damaged journal or one of
-    another request. `workers`: the Dask workers that share the runs; None: they run here.
-    `say` gets notes on the source, `progress` (what, done, total). Raises UsageError for
-    a request that cannot be opened, MeasurementError where the model cannot be run
-    exactly."""
+    What is measured goes to a journal in `directory`, which is made (None: in memory
+    alone). A further call with the same request, system and files goes on from there;
+    `overwrite` replaces a damaged journal or any other. `workers`: the Dask workers that
+    share the runs; None: they run here. `say` gets notes on the source, `progress` (what,
+    done, total). `command`: the command line that the report names. Raises UsageError for
+    a request that cannot be opened, for such a journal without `overwrite`, and for other
+    files in `directory`; MeasurementError where the model cannot be read or run exactly,
+    and for rules made for another system; and what a worker raises."""
     rules = rules or default_rules()
     check_system(System.probe(request.device).as_dict(), rules)
     sections = ("model", "runs", "checks", "other")
@@ -191,8 +193,8 @@ def _unjudged_report(
     provenance: Provenance,
     timings: dict[str, float],
 ) -> EffectsReport:
-    """Returns the report of what the journal has, without summary and verdict. `request`:
-    the request as it was run, in JSON's types."""
+    """Returns the report of what the journal has, with an empty summary and without a
+    verdict. `request`: the request as it was run, in JSON's types."""
     rows = journal.records("row", OutputRow)
     checks = journal.records("check", Check)
     logits = any(row.flips is not None for row in rows)
@@ -295,8 +297,10 @@ class EffectsStudy:
 
     @property
     def used_kernel(self) -> Planned:
-        """Returns the kernel that stands for what a user runs; the sites of attention
-        round as this kernel does."""
+        """Returns the kernel that stands for what a user runs: of those other than
+        `against` `sdpa-default`, else the first; `against` where there is no other. The
+        sites of attention round as this kernel does, in calls for which it has a rounding
+        model."""
         return min(
             (*self.mine, self.against),
             key=lambda p: rank_for_use(p.kernel.name, self.against.kernel.name),
@@ -311,8 +315,10 @@ class EffectsStudy:
     @cached_property
     def chunks(self) -> list[dict[str, Tensor]]:
         """Returns the inputs in parts, each a dict of tensors by name: as many sequences
-        in a part as have a gigabyte of logits in fp64, at least one; of a pipeline one
-        image. A tensor whose first axis is not the sequences is whole in every part."""
+        in a part as have at most a gigabyte of logits in fp64, at least one; of a
+        pipeline one image. A vocabulary of unknown size counts as 1. How many sequences
+        there are is the length of the first tensor; a tensor of another length is whole
+        in every part."""
         inputs, step = self.source.prompt.inputs, 1
         count = len(next(x for x in inputs.values() if isinstance(x, Tensor)))
         if isinstance(self.source, CheckpointSource):
@@ -327,11 +333,12 @@ class EffectsStudy:
     def measure(
         self, fmt: Format, number: int, todo: Sequence[int]
     ) -> Iterator[Measured]:
-        """Yields (number of a run, its rows) for each run of `todo`, on part `number` of
-        the inputs, in a format. The runs that others are compared with are made even
-        where they are not in `todo`. A run that fails has rows with a reason. All runs
-        have that where the model makes no call of attention that a kernel could answer.
-        Raises MeasurementError where the exact run fails."""
+        """Yields (number of a run, its rows) for each run of `todo`, numbers of `runs`,
+        on part `number` of the inputs, in a format. The runs that others are compared
+        with are made even where they are not in `todo`. A run that fails has rows with a
+        reason. All runs have that where the model makes no call of attention that a
+        kernel could answer, or attends somewhere without one. Raises MeasurementError
+        where the exact run fails."""
         subject, inputs = self.model_in(fmt), self.chunks[number]
         before = sum(len(next(iter(x.values()))) for x in self.chunks[:number])
         answer = self._answer(subject, inputs, None)
@@ -384,8 +391,9 @@ class EffectsStudy:
     def _outputs_or_failure(
         self, subject: Subject, inputs: Inputs, run: Run
     ) -> dict[str, Tensor] | Failure:
-        """Returns the outputs of one run by name; a Failure where a kernel declines
-        (`skipped`, from Refused) or the run fails (`failed`, from MeasurementError)."""
+        """Returns the outputs of one run by name; a Failure where a kernel declines or
+        cannot run here (`skipped`, from Refused) or the run fails (`failed`, from
+        MeasurementError)."""
         try:
             return outputs_by_name(self._answer(subject, inputs, run))
         except (Refused, MeasurementError) as error:
@@ -397,8 +405,9 @@ class EffectsStudy:
         self, subject: Subject, inputs: Inputs, run: Run | None
     ) -> dict[int, str]:
         """Runs the model once more and returns, by the number of a sequence in `inputs`,
-        where NaN or infinity first comes up, in words; sequences that are finite
-        throughout are missing. `run`: None for the exact run."""
+        where NaN or infinity first comes up, in words. A tensor whose first axis is not
+        the sequences counts for all of them. Sequences for which none comes up are
+        missing. `run`: None for the exact run. Raises what `_answer` raises."""
         count = next(len(x) for x in inputs.values() if isinstance(x, Tensor))
         following = (
             first_nonfinite(subject.real, count, subject.format)
@@ -411,8 +420,8 @@ class EffectsStudy:
 
     def _answer(self, subject: Subject, inputs: Inputs, run: Run | None) -> object:
         """Returns what the model returns in one run; `run` None: in the exact one. Raises
-        MeasurementError of one line for any error of the model's own code; Refused where
-        a kernel declines."""
+        MeasurementError of one line for any error of the model's own code, and where a
+        kernel fails; Refused where a kernel declines or cannot run here."""
         seed = self.request.seed
         with naming(type(subject.wide).__name__, "failed on its inputs", HINT):
             if run is None:
@@ -452,7 +461,7 @@ def _largest_errors(
 ) -> Tensor | None:
     """Returns the largest error of a logit at each position, [sequences, positions], over
     the runs in which everything rounds. `roundings`: the outputs of each of these by
-    name, empty for a run that failed. None where all failed."""
+    name, empty for a run that failed. None where all failed, or there is none."""
     errors = [largest_error(outputs[""], truths[""]) for outputs in roundings if outputs]
     return torch.stack(errors).amax(dim=0) if errors else None
 

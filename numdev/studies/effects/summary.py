@@ -85,7 +85,9 @@ class OutputRuns:
 
     def _summarise_run(self, rows: Sequence[OutputRow]) -> RunSummary:
         """Returns one run over its sequences. `rows`: its rows, at least one. Numbers are
-        over the sequences that have a cost; null where none has."""
+        over the sequences that have a cost, and empty (null, or 0 `positions`) where none
+        has. How many sequences failed, or are not finite, and the first reason are of all
+        rows."""
         fields: Fields = {name: getattr(rows[0], name) for name in ABOUT}
         for name, over_sequences in OVER_SEQUENCES.items():
             values = [getattr(row, name) for row in rows if row.cost is not None]
@@ -112,8 +114,9 @@ class OutputRuns:
     def _yardstick(self, run: OutputRow) -> tuple[Beside | None, Costs]:
         """Returns the name, as in `RunSummary.beside`, and the costs by sequence of what
         a run is compared with: for the whole model all sites together, for attention
-        alone what its rounding model predicts, or eager attention where nothing is
-        predicted. (None, {}) for any other run."""
+        alone what its rounding model predicts. Where that has no cost above 0 it is
+        attention alone with the kernel `against`, named `eager`. The costs are empty
+        where such a run has none. (None, {}) for any other run."""
 
         def of(**changes: object) -> Costs:
             """Returns the costs by sequence of the run that differs from `run` in these
@@ -131,7 +134,9 @@ class OutputRuns:
 
     def _budget(self, main: RunSummary) -> Budget:
         """Returns the sum of the sites' costs over that of the whole model, each summed
-        over sequences. The sites add up where that is from 0.9 to 1.1."""
+        over the sequences in which the whole model has a cost. Its interval is that of
+        the geometric mean of each sequence's ratio. The sites add up where the sum is
+        from 0.9 to 1.1."""
         sites = [self.costs[run.run] for run in self.sites]
         sums = {i: sum(costs.get(i, 0.0) for costs in sites) for i in self.whole}
         ratio = sum(sums.values()) / (sum(self.whole.values()) or 1.0)
@@ -171,7 +176,7 @@ class OutputRuns:
     def _part_clauses(self, share: Estimate | None) -> Iterator[str]:
         """Yields a clause on attention's share of the error, if that is known: `24 % of
         the error is from attention alone`; then, if the sites' errors add up to the
-        whole, one on the three sites that make most of it."""
+        whole, one on the (at most three) sites that make most of it."""
         if share is not None:
             yield f"{_with_range(share, percent)} of the error is from attention alone"
         if (budget := self.budget) and budget.adds_up:
@@ -182,8 +187,9 @@ class OutputRuns:
 
     def _difference_sentence(self, main: RunSummary, difference: float) -> str:
         """Returns the sentence on how far the output is from that of the kernel
-        `against`, as a multiple of the error, beside what inputs one ulp off change.
-        `difference`: over the rms of the exact output."""
+        `against`, as a multiple of the error. In brackets it has what inputs one ulp off
+        change, unless that is 0 or unknown. `difference`: over the rms of the exact
+        output."""
         size = main.error or 1.0
         again = (r.from_against for r in self.runs if r.kind == "moved")
         moved = next(filter(None, again), None)
@@ -211,7 +217,8 @@ class OutputRuns:
 
     def _flips_sentence(self, main: RunSummary) -> str:
         """Returns the sentence on how often the top token changes; in brackets how often
-        it does with the first other kernel, unless that changes none."""
+        it does in the first other run of the whole model, unless that changes none or has
+        no number."""
         other = next((r for r in self.runs if r.kind == "whole" and r is not main), None)
         beside = f" ({other.flips} with {other.kernel})" if other and other.flips else ""
         return f"{self._run_name(main)}: {flips_in_words(main)}{beside}."
@@ -228,9 +235,9 @@ def _ratios_by_sequence(above: Costs, below: Costs) -> list[float]:
 
 
 def _geometric_mean(values: Sequence[float]) -> Estimate | None:
-    """Returns the geometric mean of ratios with its 95 % interval; the arithmetic mean
-    where a value is 0. The ends are None for fewer than LEAST values. None without a
-    value."""
+    """Returns the geometric mean of ratios, none below 0, with its 95 % interval; the
+    arithmetic mean where a value is 0. The ends are None for fewer than LEAST values, and
+    for an interval beyond float64. None without a value."""
     mean, low, high = factor(values) if values else (0.0, None, None)
     low, high = (low, high) if len(values) >= LEAST else (None, None)
     return Estimate(mean=mean, low=low, high=high) if values else None
@@ -239,8 +246,8 @@ def _geometric_mean(values: Sequence[float]) -> Estimate | None:
 def _mean_with_interval(values: Sequence[float]) -> Estimate:
     """Returns the arithmetic mean of costs; its interval is that of the geometric mean,
     in proportion, but that of the arithmetic mean where a cost is 0. None for the ends
-    where there are fewer than LEAST values, or all are 0. `values`: at least one, none
-    below 0."""
+    where there are fewer than LEAST values, or all are 0, or the interval is beyond
+    float64. `values`: at least one, none below 0."""
     mean, middle = _average(values), _geometric_mean(values)
     if not middle or not middle.mean or middle.low is None or middle.high is None:
         return Estimate(mean=mean)

@@ -81,9 +81,10 @@ NOTHING_BESIDE = {
 
 
 def tests(report: EffectsReport, rules: Rules) -> Iterator[Test]:
-    """Yields the tests of a report. For the model: each check, and whether the exact
-    output is finite. For each planned kernel in each format: whether it ran, and for each
-    output the rules of `_output_tests`. A test that cannot be made has a reason. Where
+    """Yields the tests of a report that `check_consistency` passes. For the model: each
+    check, and whether the exact output is finite. For each planned kernel in each format:
+    whether it ran, and for each output the rules `finite`, `own share`, `model` and
+    `flips`. A test that cannot be made has a reason, unless its rule is `finite`. Where
     the check `repeat` fails, tests of outputs that would be held or exceeded are
     undecided."""
     plan = report.plan
@@ -130,9 +131,9 @@ def _is_run_of_whole_model(
 
 
 def _check_tests(report: EffectsReport) -> Iterator[Test]:
-    """Yields a test for every check of the model, in order: exceeded where it does not
-    hold, undecided where it could not be tried, not applicable where the model need not
-    have it."""
+    """Yields a test for every check of the model, in order: held or exceeded as it holds
+    or not, undecided where it could not be tried, not applicable where the model need not
+    have it or nobody asked for it."""
     formats = ", ".join(report.plan.formats)
     for check in report.checks:
         standing = Standing.HELD if check.holds else Standing.EXCEEDED
@@ -159,7 +160,8 @@ def _check_tests(report: EffectsReport) -> Iterator[Test]:
 def _test_of_runs(report: EffectsReport, who: Who, rules: Rules) -> Test:
     """Returns the test of on how many sequences the model ran with a kernel, alone and as
     a whole. A run whose output has NaN or infinity counts as a run, since another rule
-    judges that. Not applicable where no exact output is finite."""
+    judges that. Not applicable where the kernel has no row of a sequence whose exact
+    output is finite."""
     rows = [
         row
         for row in report.rows
@@ -193,7 +195,9 @@ def _output_tests(
     """Yields the fields of the tests of one output of the model, with one kernel in one
     format, by the names of a Test's fields: the rules `finite`, `own share`, `model` and
     `flips`. The last three need the cost of `whole` and that of attention alone: they are
-    not applicable where both lack it, and missing where one does, with a reason."""
+    not applicable where both lack it, and missing where one does, with a reason. `flips`
+    is not applicable too for states, a model that chooses experts and a pipeline; it is
+    missing where no number of unexplained flips is known."""
     attention = attention_alone(whole, runs)
     yield _finite_test(whole, attention, runs)
     if whole.cost is None or attention is None or attention.cost is None:
@@ -229,8 +233,9 @@ def _output_tests(
 
 
 def _unjudged_flips_reason(plan: EffectsPlan) -> str:
-    """Returns why no flip can be called unexplained, by the plan: its output is no
-    distribution, it chooses experts, or it has no run with all rounding sites."""
+    """Returns why no flip can be called unexplained: by the plan the output is no
+    distribution, or the model chooses experts; else that nothing tells flips from near
+    ties."""
     if not plan.logits:
         return "its output is no distribution"
     if plan.routes:
@@ -284,10 +289,12 @@ def _ratio_test(
 ) -> TestFields:
     """Returns the fields of the test of a ratio: a run's cost over that of the run it is
     compared with. Exceeded: the lower end of its interval is beyond the limit; or it has
-    no interval and is SURELY times the limit; or it is that in one sequence of a model
-    without a router that reads many positions (`steady`). Held: it has an interval and is
-    within the limit, or the cost is 0. Not applicable: for eager attention beside itself,
-    and in a pipeline for all sites. Undecided otherwise."""
+    no interval and is more than SURELY times the limit; or, with `steady` (no router,
+    many positions), the ratio in one sequence is. Held: it has an interval and is within
+    the limit; or there is no ratio and the cost is 0. Not applicable: for the kernel
+    `against` beside itself (`eager`), and in a pipeline for all sites. Undecided
+    otherwise, also where a sequence has an error and the run beside it none. `run`: one
+    with a cost."""
     by = RATIO_RULES[run.beside or "sites"]
     wide = by.rule == "model" and run.format not in BIAS_FORMATS
     limit = getattr(limits, f"{by.limit}_float32" if wide else by.limit)
@@ -340,9 +347,10 @@ def _ratio_test(
 def findings(
     judgement: Judgement, report: EffectsReport
 ) -> tuple[Sequence[Finding], Sequence[str]]:
-    """Returns two sequences. Findings: one for each exceeded test that has a subject,
-    kernel by kernel and the farthest beyond first, then one for each kernel that did not
-    run. Notes: always empty."""
+    """Returns two sequences. Findings: one for each test with something `beyond` its
+    limit, kernel by kernel and the farthest beyond first; then one for each kernel that
+    failed or did not run though it had to; then a note on each that declined some calls.
+    The second sequence, of notes, is always empty."""
     wrong = [test for test in judgement.tests if test.beyond]
     sentences: list[Finding] = []
     for of_kernel in grouped(wrong, lambda t: (label(t), t.format)).values():
@@ -371,8 +379,9 @@ def _finding_statement(test: Test) -> Statement:
 def _ratio_clause(test: Test, run: RunSummary) -> str:
     """Returns the clause on a ratio, `error of attention alone: 1.2× expected [1.1,
     1.3]`: what errs, and how much of what it is held against. The interval is missing
-    where there is none or its ends are written alike; ` in one sequence` stands there
-    where the ratio is that of one alone."""
+    where there is none or its ends are written alike. ` in one sequence` stands there
+    where the run has an interval, and the test none since its ratio is that of one
+    sequence."""
     by = RATIO_RULES[run.beside or "sites"]
     ratio = test.observed if isinstance(test.observed, float) else None
     within = " in one sequence"
@@ -405,9 +414,9 @@ def _ratio_details(test: Test, run: RunSummary) -> str:
 
 def passing(report: EffectsReport, tests: Sequence[Test]) -> Statement | None:
     """Returns what to say of the passed `tests` of one kernel: the number nearest to its
-    limit; None where no number was judged. Tests of the model, which have no kernel, say
-    which checks hold (`repeat and causality hold`), and which were not tested and why.
-    `tests`: at least one."""
+    limit; None where no number was judged, or its run is not in the summary. Tests of the
+    model (kernel MODEL) say which checks hold (`repeat and causality hold`), and which
+    were not tested and why. `tests`: at least one."""
     if tests[0].kernel != MODEL:
         return _nearest_to_limit(report, tests)
     holding = [
@@ -426,9 +435,10 @@ def passing(report: EffectsReport, tests: Sequence[Test]) -> Statement | None:
 
 def _nearest_to_limit(report: EffectsReport, tests: Sequence[Test]) -> Statement | None:
     """Returns the statement on the passed test whose number is nearest to its limit; None
-    where no number was judged, or its run is not in the summary. Of an output that is no
-    distribution, which flips nothing, it says that it is finite, or of a run without a
-    ratio that its error is 0."""
+    where no number was judged, or its run is not in the summary. It is the ratio of a
+    test of one. Of other tests, and a run without a ratio, it is how often the top token
+    changes; of an output that is no distribution that it is finite, or that its error is
+    0."""
     passed = [test for test in tests if test.standing is Standing.HELD and test.metric]
     test = max(passed, key=lambda test: test.nearness, default=None)
     if test is None:

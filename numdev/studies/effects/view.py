@@ -47,8 +47,9 @@ NOT_ON_PAGE: tuple[doc.Medium, ...] = ("terminal", "markdown")
 
 def blocks(report: EffectsReport) -> Iterator[doc.Node]:
     """Yields what is shown below the verdicts: for each format and output a table of
-    kernels, then of sites, layers and positions if they were measured, and of checks. On
-    a page sites are bars, layers and positions lines, with their numbers behind them."""
+    kernels; then notes, tables of sites, layers and positions if they were measured, and
+    of checks. On a page sites are bars with their tables behind them, layers and
+    positions lines."""
     runs, logits = report.summary.runs, report.output == "logits"
     against = str(report.request.get("against"))
     failed = _failed_metrics(report)
@@ -79,7 +80,8 @@ def error_name(*, logits: bool) -> str:
 
 def _budget_blocks(report: EffectsReport) -> Iterator[doc.Node]:
     """Yields the budgets of sites, if there are any: for a page bars of all formats, then
-    a table for each format behind them, which other media show openly."""
+    a table for each format behind them, which other media show openly. Sites that make
+    less than MIN_SHARE of the error are left out."""
     tables, bars = [], []
     for budget in report.summary.budgets:
         sites = [
@@ -106,8 +108,9 @@ def _budget_blocks(report: EffectsReport) -> Iterator[doc.Node]:
 
 def _layer_blocks(runs: Sequence[RunSummary], error: str) -> Iterator[doc.Node]:
     """Yields how much of the error attention in each layer alone makes: on a page one
-    figure with a line for each format, elsewhere a table for each format. Nothing where
-    no layer was run alone. `error`: the name of a cost, from `error_name`."""
+    figure with a line for each format, elsewhere a table for each format. The figure is
+    missing where no format has two layers. Nothing where no layer was run alone, or has a
+    cost. `error`: the name of a cost, from `error_name`."""
     layers = [run for run in runs if run.layer is not None and run.cost]
     tables: list[doc.Table] = []
     curves: list[Curve] = []
@@ -136,8 +139,8 @@ def _layer_blocks(runs: Sequence[RunSummary], error: str) -> Iterator[doc.Node]:
 def _position_blocks(runs: Sequence[RunSummary], error: str) -> Iterator[doc.Node]:
     """Yields how the error grows along the sequence: on a page a figure with a line for
     each run, elsewhere a table with a row for each. Runs are those of kind `whole` or
-    `emulated` that have `growth`; without any it is a table without rows. `error`: the
-    name of a cost, from `error_name`."""
+    `emulated` that have `growth`; without any it is a table without rows, and no figure.
+    `error`: the name of a cost, from `error_name`."""
     grown = [run for run in runs if run.growth and run.kind in ("whole", "emulated")]
     parts = len(grown[0].growth) if grown else 0
     yield doc.table(
@@ -310,8 +313,8 @@ class KernelColumns:
 
     def _ratio_cell(self, run: RunSummary | None, what: str) -> doc.Cell:
         """Returns a run's cost over that of the run it is compared with, red where a rule
-        refuses it. A dash where `run` is None, has no ratio, or is compared with another
-        run than `what`."""
+        refuses any ratio of the run's kernel in its format. A dash where `run` is None,
+        has no ratio, or is compared with another run than `what`."""
         if run is None or run.over is None or run.beside != what:
             return doc.Cell(NONE)
         name = label(run)

@@ -75,8 +75,9 @@ class AxisAnswer(NamedTuple):
     def change_in_words(self) -> str:
         """Returns how far the kernel changes: `0.012×` as a multiple of the floor's
         error, `0.012× in dq, dk` where the output stays, `NaN` where an element is not
-        finite in one form alone, or `in the log-sum-exp alone`. Empty where it does not
-        change, or was not tried, and without a size (`sized`)."""
+        finite in one form alone. It is `in the log-sum-exp alone` where `change` is None.
+        Empty where the kernel does not change, or was not tried, and without a size
+        (`sized`)."""
         if self.answer in ("same", "not tried") or not self.sized:
             return ""
         if self.nonfinite:
@@ -101,7 +102,7 @@ def answers_of_rows(
     """Yields the answer of each kernel in each format along each axis, in the order of
     the rows. `exceeding`: (kernel with options, format, axis) where a limit is exceeded.
     `axes`: planned axes; one along which a kernel has no row is answered `not tried`,
-    after the others."""
+    after the kernel's others. A kernel without any row has no answer."""
     by_kernel = grouped(rows, lambda row: (label(row), row.format))
     for (kernel, fmt), of_kernel in by_kernel.items():
         along = grouped(of_kernel, lambda row: row.axis)
@@ -214,9 +215,9 @@ def _first_names(names: Sequence[str], count: int) -> tuple[str, int]:
 
 
 def details_clause(answers: Sequence[AxisAnswer], limit: str = "") -> str:
-    """Returns sentences on what `answers_clause` of these answers leaves out: by how much
-    the kernel differs along which axes, `limit`, the axes along which it is bit-identical
-    and that the clause does not name, and what of an axis was not tried. Sentences with
+    """Returns sentences on what `answers_clause(answers)` leaves out: by how much the
+    kernel differs along which axes, `limit`, the axes along which it is bit-identical and
+    that the clause does not name, and what of an axis was not tried. Sentences with
     nothing to say are left out; empty without any. `limit`: a sentence on the limit of
     the differences."""
     named = answers_clause(answers).named
@@ -254,5 +255,6 @@ def untried_part_clause(rows: Iterable[InvarianceRow], axis: str) -> str:
 def largest_change(rows: Iterable[InvarianceRow]) -> InvarianceRow:
     """Returns the row that table, headline and answer show for several: the one with the
     most elements that are not finite in one form alone; of equal ones, the one with the
-    largest difference over the floor's error. `rows`: at least one."""
+    largest difference over the floor's error, 0 where that is null. `rows`: at least
+    one."""
     return max(rows, key=lambda row: (row.nonfinite, row.floor_ratio or 0.0))

@@ -174,9 +174,10 @@ def with_more_tokens(
     """Returns the case with more query rows and keys, rolled copies of its own with
     alternating sign. `rows`, `keys`: how many before and how many behind. The case's rows
     see the keys that they saw by causality, window and mask. With `hidden` a mask hides
-    the new keys from the case's rows, and a new row before them sees the first key alone.
-    Without `hidden` and a mask, and where positions hide nothing, the case's rows see the
-    new keys too. The gradient of the output is 0 in new rows."""
+    the new keys from all rows; but it shows each new row before the case's the first key
+    of the call, new or not. Without `hidden` rows see a new key too where positions do
+    not hide it, and there is no mask or one without an axis of keys. The gradient of the
+    output is 0 in new rows."""
 
     def around(x: Tensor, before: int, behind: int, *, zero: bool = False) -> Tensor:
         """Returns a tensor with new tokens before and behind its own: rolled copies with
@@ -212,7 +213,8 @@ def with_more_tokens(
 def _grow_mask(mask: Tensor, rows: tuple[int, int], keys: tuple[int, int]) -> Tensor:
     """Returns a mask, with 4 axes, for more rows and keys; `rows`, `keys`: how many
     before and behind. New rows see every old key; no row sees a new key. An additive mask
-    hides by the lowest number of its dtype. An axis of length 1 stays so."""
+    hides by the lowest number of its dtype. An axis of length 1 stays so, and then holds
+    for new rows or keys as for old ones."""
     mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
     bool_ = mask.dtype == torch.bool
     if mask.shape[-1] > 1:
@@ -239,9 +241,9 @@ def without_positions(case: AttentionCase) -> AttentionCase:
 
 
 def _some_rows(case: AttentionCase) -> list[int]:
-    """Returns the indices of up to three rows, ascending: one amid a tile, one that
-    begins a tile, and the last row. A tile has 128 rows in a call of more than 256, else
-    16."""
+    """Returns the indices of up to three rows of n, ascending: the last one, n // 3 + 1,
+    and the one that begins the tile with row 2 n // 3. A tile has 128 rows in a call of
+    more than 256, else 16."""
     n, tile = case.q_len, 128 if case.q_len > 256 else 16
     return sorted({n - 1, 2 * n // 3 // tile * tile, n // 3 + 1} & set(range(n)))
 
@@ -336,8 +338,9 @@ def order_variants(case: AttentionCase) -> Variants:
 
 def neighbour_variants(case: AttentionCase) -> Variants:
     """Yields the first sequence in a batch of AROUND whose other sequences have other
-    values: LARGE times as large, zero, or each of `call_layouts.POISONS`. The base is the
-    batch with the usual values. With POISONS dk and dv are not compared."""
+    values of q, k and v: LARGE times as large, zero, or each of `call_layouts.POISONS`.
+    The base is the batch with the usual values. With POISONS dk and dv are not
+    compared."""
     base, first = select_sequences(case, range(AROUND)), Part(batch=slice(0, 1), key=None)
     for name, factor in (("larger", LARGE), ("zero", 0.0), *call_layouts.POISONS.items()):
         changed = {tensor: getattr(base, tensor).clone() for tensor in ("q", "k", "v")}
@@ -399,8 +402,9 @@ def length_variants(case: AttentionCase) -> Variants:
 
 def _pack_sequences(case: AttentionCase, sizes: Sequence[int], at: int) -> AttentionCase:
     """Returns the case with each sequence of its batch packed with others into one, of
-    lengths `sizes`. The case's own stands at number `at` of them; no row sees the keys of
-    another one. Causality and window become part of the mask."""
+    lengths `sizes`. The case's own stands at number `at` of them, whose size is its
+    length; no row sees the keys of another one. Causality and window become part of the
+    mask. `case`: one with as many keys as rows, and no mask."""
     around = sum(sizes[:at]), sum(sizes[at + 1 :])
     whole = with_more_tokens(without_positions(case), rows=around, keys=around)
     numbers = torch.repeat_interleave(torch.tensor(sizes))
@@ -438,8 +442,8 @@ def head_variants(case: AttentionCase) -> Variants:
 
 def row_variants(case: AttentionCase) -> Variants:
     """Yields each of `_some_rows` alone, and the last EXTEND rows where the case has
-    more. A case of a single row, where positions hide no keys, gives that row as the last
-    of EXTEND."""
+    more. A case of a single row without causality and window gives that row as the last
+    of EXTEND; with either, nothing."""
     n = case.q_len
     for i in _some_rows(case) if n > 1 else ():
         yield Variant(name=f"row {i} alone", calls=(_rows_alone(case, i, i + 1),))
@@ -465,9 +469,10 @@ def longer_variants(case: AttentionCase) -> Variants:
 
 
 def chunk_variants(case: AttentionCase) -> Variants:
-    """Yields the rows in chunks, each with the keys up to the last one that its last row
-    sees. Chunks have half, three eighths of the rows, or 64; a size that would make more
-    than 16 chunks is left out. Nothing below 32 rows."""
+    """Yields the rows in chunks, each with the keys up to the last one that causality and
+    window show its last row, at least one key. Chunks have half, three eighths of the
+    rows, or 64; a size that would make one chunk alone, or more than 16, is left out.
+    Nothing below 32 rows."""
     n, high = case.q_len, key_limits(case)[1]
     for size in sorted({n // 2, 3 * n // 8, 64} if n >= 32 else ()):
         calls = []
@@ -480,10 +485,14 @@ def chunk_variants(case: AttentionCase) -> Variants:
 
 
 def decode_variants(case: AttentionCase) -> Variants:
-    """Yields each of `_some_rows`, where causality hides keys, alone with the keys that
-    it sees and without causality; so too the last EXTEND rows together, if there are
-    more. A case of a single row that sees all its several keys gives that row as the last
-    of a causal prefill of EXTEND and of kv_len rows. Nothing of other cases."""
+    """Yields variants of a case of several rows in which causality, or a window, limits
+    the keys behind a row. Each of `_some_rows` stands alone, with the keys that positions
+    show it and without causality and window; one that is shown none is left out. Then the
+    last EXTEND rows stand together, with causality, where the case has more, there is no
+    limit on keys before, and the last key that each may see is there. A case of a single
+    row without causality, window and mask, and with several keys, gives that row as the
+    last of a causal prefill of EXTEND (at most kv_len) and of kv_len rows. Nothing of
+    other cases."""
     n, m, (low, high) = case.q_len, case.kv_len, key_limits(case)
     if n > 1 and high is not None:
         for i in _some_rows(case):

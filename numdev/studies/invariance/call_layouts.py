@@ -61,8 +61,9 @@ def with_packed_tensors(case: AttentionCase) -> Iterator[AttentionCase]:
 
 
 def in_layout(x: Tensor, layout: str) -> Tensor:
-    """Returns the values of `x` in a layout named as in `numdev.cases.laid_out`, such as
-    `transposed` and `strided`."""
+    """Returns the values of `x` [batch, heads, length, dim] in the layout `transposed`,
+    `strided` or `packed` of `numdev.cases.laid_out`; `packed` is a slice of three copies.
+    `x` itself for `contiguous`; any other name counts as `transposed`."""
     return laid_out(layout, x, x, x)[0]
 
 
@@ -73,9 +74,10 @@ def share_first_sequence(x: Tensor) -> Tensor:
 
 
 def gather_pages(x: Tensor, size: int) -> Tensor:
-    """Returns the values of x [batch, heads, length, dim] as a view of pages of `size`
-    tokens, each [size, heads, dim], gathered from an order that is reversed in memory.
-    Behind the last token the last page holds NaN."""
+    """Returns the values of x [batch, heads, length, dim], floating-point, as a view of a
+    tensor of whole pages of `size` tokens, [batch, tokens, heads, dim]. That tensor is a
+    copy, gathered by index from pages in reversed order. Behind the last token its last
+    page holds NaN."""
     b, h, n, d = x.shape
     pages = -(-n // size)
     whole = torch.full((b, pages * size, h, d), math.nan, dtype=x.dtype, device=x.device)

@@ -44,11 +44,13 @@ def cause_fields(
     row: InvarianceRow, forms: Forms, system: System, *, search: bool
 ) -> dict[str, object]:
     """Returns those fields of a row that differs in `out` that say why it differs.
-    `cause`: two operators that ran, or else two tilings. `closest`: the smallest
-    residual. `tried`: how many pairs of tilings were tried, where all candidates were.
-    Empty where nothing could be tried, as with NaN. Of a variant's calls it is the first
-    in which finite rows differ. What the kernels claim of themselves is tried first.
-    Then, with `search` and where at least FEW elements differ, all candidates are."""
+    `cause`: two operators that ran, or else two tilings that leave at most EXPLAINS of
+    the difference. `closest`: the smallest residual, where there are such tilings or all
+    candidates were tried. `tried`: how many pairs of tilings were tried, where all
+    candidates were. Empty where none of this is known, as with NaN. Of a variant's calls
+    it is the first in which finite rows differ. What the kernels claim of themselves is
+    tried first. Then, with `search` and where at least FEW elements differ, all
+    candidates are."""
     if operators := _operator_cause(forms):
         return {"cause": operators}
     calls = () if row.nonfinite else zip(forms.variant.calls, forms.others, strict=True)
@@ -83,7 +85,8 @@ def cause_fields(
 
 def _operator_cause(forms: Forms) -> Cause | None:
     """Returns the cause where two operators ran, by what the kernel said of both forms
-    (`output.did`); None where it said nothing of one, or the same of both."""
+    (`output.did`), of the first of the variant's calls in which that differs. None where
+    it said nothing of one form, or the same of both."""
     for ran in forms.others:
         both = (forms.first.output.did, ran.output.did)
         did = [dict(x) if isinstance(x, Mapping) else {} for x in both]
@@ -109,7 +112,8 @@ def _simplest_pair(
 ) -> tuple[Cut, Cut, float]:
     """Returns the tilings of the base and of the variant, and the residual, of one pair:
     of the pairs that explain about as much as the best, that with the earliest tiling of
-    the base, then the tiling of the variant that changes the fewest options."""
+    the base; then that in which the variant's changes the fewest options; then the
+    earliest."""
     best = float(residuals.min())
     near = (residuals <= max(1.02 * best, best + 1e-3)).nonzero().tolist()
 
@@ -126,7 +130,8 @@ def _simplest_pair(
 
 def _claimed_options(ran: KernelRun, system: System) -> Claim:
     """Returns the options of the kernel `emulated` by which a kernel says that it rounds
-    and tiles. Where it says nothing, or raises, it is FlashAttention-2's preset."""
+    and tiles; of `emulated` its own, without those that are None. Where another says
+    nothing, or raises, it is FlashAttention-2's preset."""
     kernel = ran.planned.kernel
     if kernel.name == "emulated":
         return {n: x for n, x in ran.planned.options.items() if x is not None}
@@ -140,9 +145,10 @@ def _restrict_to_differing_rows(
     call: VariantCall, first: KernelRun, other: KernelRun
 ) -> tuple[tuple[AttentionCase, AttentionCase], Tensor] | None:
     """Returns the calls of both forms, restricted to at most ROWS rows that differ and
-    are finite, and the difference there, fp64 [elements]. None where no such row differs.
-    All sequences and heads stay where their keys are at most MOST_KEYS; else one kv head
-    of one sequence does."""
+    are finite, and the difference there, fp64 [elements]. All sequences and heads stay
+    where these have at most MOST_KEYS keys together; else one kv head of one sequence
+    does, the first that differs. A row counts where it differs in any head that stays and
+    is finite in all. None where no row does."""
     base, in_base, in_call = first.case, call.in_base, call.in_call
     a, b = (
         in_base.select_query_rows(first.output.out),
@@ -182,7 +188,7 @@ def _emulations(
     case: AttentionCase, claim: Claim, *, searched: bool
 ) -> Iterator[Emulated]:
     """Yields (tiling, output) of the emulation by the claim, or with `searched` by every
-    candidate. Candidates that the emulation refuses are left out. The output is fp64
+    candidate. What the emulation refuses is left out, the claim too. The output is fp64
     [elements]."""
     shown = visible(case, slice(0, case.q_len), slice(0, case.kv_len))
     seen = case.kv_len if shown is None else int(shown.sum(dim=-1).amax())
@@ -203,8 +209,8 @@ def _emulations(
 
 def _candidates(case: AttentionCase, claim: Claim) -> Iterator[dict[str, object]]:
     """Yields the options of the kernel `emulated` to try: the claim first, then the claim
-    with every tile, order and number of splits that the case's keys allow, the simple
-    ones first."""
+    with every tile of TILES, order and number of SPLITS that the case's keys allow, the
+    simple ones first. These have no option `memory`."""
     yield dict(claim)
     unchanged = {n: x for n, x in claim.items() if n not in ("memory", *CUT)}
     tiles = [t for t in TILES if t < 2 * case.kv_len and case.kv_len <= t * MOST_TILES]

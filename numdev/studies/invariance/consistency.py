@@ -37,9 +37,9 @@ GRADIENTS = frozenset({"dq", "dk", "dv"})
 
 
 def check_consistency(report: InvarianceReport) -> None:
-    """Raises MeasurementError, with the first contradiction, for rows that were not
-    planned, rows that are missing, and numbers that contradict each other or the request.
-    A missing row would exceed no limit."""
+    """Raises MeasurementError, with the first contradiction, for a plan that is not what
+    the request asked for; for rows that were not planned, or are missing; and for numbers
+    that contradict each other. A missing row would exceed no limit."""
     refuse_contradictions(
         _plan_contradictions(report),
         _row_contradictions(report),
@@ -48,8 +48,9 @@ def check_consistency(report: InvarianceReport) -> None:
 
 
 def _plan_contradictions(report: InvarianceReport) -> Iterator[str]:
-    """Yields a clause for each way in which the plan is not what the request asked
-    for."""
+    """Yields a clause for each way, of those that are looked for, in which the plan is
+    not what the request asked for, has a way twice, or one along an axis or in a format
+    that it has not."""
     plan, request = report.plan, report.request
     asked = (*(request.get("axes") or ()), *(request.get("require") or ()))
     if list(dict.fromkeys(asked) or plan.axes) != list(plan.axes):
@@ -76,8 +77,10 @@ def _planned_twice(ways: Sequence[Way]) -> str:
 
 
 def _row_contradictions(report: InvarianceReport) -> Iterator[str]:
-    """Yields a sentence for each planned row that is missing, each row that was not
-    planned, and each row that contradicts itself or others."""
+    """Yields a sentence for each kernel and planned way whose rows are missing, or
+    contradict themselves or each other, with the first contradiction. Yields one where a
+    kernel's tensors are not those of its other ways, where gradients are missing without
+    a reason, and for each way that has rows and was not planned."""
     plan = report.plan
     kernels = {label(kernel) for kernel in plan.kernels}
     rows = grouped(report.rows, lambda r: (label(r), r.format, r.case, r.axis, r.variant))

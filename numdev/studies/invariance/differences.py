@@ -41,7 +41,8 @@ def exact_change(call: VariantCall, base: Reference, variant: Reference) -> floa
     over the terms of its sums. Beyond EXACT it is another answer. It is infinite where a
     row sees no key in one form alone, and where a change is NaN; 0 where nothing can be
     compared. Tensors that one form lacks, or that the call does not compare, are passed
-    over. `base`, `variant`: the fp64 references of the base and of the call."""
+    over, and so are `out`, `lse` and `dq` in rows that see no key. `base`, `variant`: the
+    fp64 references of the base and of the call."""
     counted = call.in_base.select_query_rows(~base.empty)
     if not counted.equal(call.in_call.select_query_rows(~variant.empty)):
         return math.inf
@@ -67,10 +68,12 @@ def explained_by_rounding(
     tensor: str, case: AttentionCase, exact: Reference, fmt: Format
 ) -> Tensor:
     """Returns for each element of a tensor the change that roundings explain even where
-    the floor (and by luck one of two forms) has no error, since terms cancel. It is half
-    a unit of the format in each of n like terms, and |scale| max|q| max|k| 2^-24 of all
-    terms, for rounding a score in fp32. For `lse` it is 1 + its size. `tensor`: `out`,
-    `lse`, `dq`, `dk` or `dv`. The shape broadcasts to the tensor's."""
+    the floor (and by luck one of two forms) has no error, since terms cancel. It is a
+    share of the sizes of all n terms of the element: half the format's unit roundoff over
+    √n, for roundings of like terms, and |scale| max|q| max|k| 2^-24, for rounding a score
+    in fp32. max|q| and max|k| are the largest norms of a sequence's head; NaN and
+    infinity count as 0. For `lse` it is 1 + its size. `tensor`: `out`, `lse`, `dq`, `dk`
+    or `dv`. The shape broadcasts to the tensor's."""
     if tensor == "lse":
         return 1 + exact.lse.abs()
     # Poison is no number of the call, and does not count
@@ -123,9 +126,9 @@ class Numbers(TypedDict, total=False):
 
 def compare_forms(forms: Forms) -> Iterator[tuple[str, Numbers | str]]:
     """Yields (tensor, numbers of its row) for each tensor that the base has, or (tensor,
-    reason) where the variant does not return it. Passed over are tensors that the variant
-    alone returns, and dk and dv where no call compares them. Rows that see no key are
-    left out; all keys of dk and dv count."""
+    reason) where one of the variant's calls does not return it. Passed over are tensors
+    that the variant alone returns, or that the exact answer lacks, and dk and dv where no
+    call compares them. Rows that see no key are left out; all keys of dk and dv count."""
     exact, calls = forms.exact, forms.variant.calls
     for tensor in TENSORS:
         truth = getattr(exact, tensor, None)
@@ -264,10 +267,10 @@ def _largest_excess(squares: Mapping[str, Tensor]) -> float:
 def _first_difference(
     call: VariantCall, tensor: str, moved: Tensor
 ) -> tuple[int, int, int, int]:
-    """Returns the place in the base of the first element that differs: sequence, head,
-    row (of dk and dv: kv head, key) and feature. The smallest row comes first, then
-    sequence, head, feature. `moved`: which differ, [batch, heads, rows, features], at
-    least one."""
+    """Returns the place in the base of the first element that differs in one call:
+    sequence, head, row (of dk and dv: kv head, key) and feature. The smallest row comes
+    first, then sequence, head, feature. `moved`: which of the call's compared elements
+    differ, [batch, heads, rows, features], at least one."""
     row = int(moved.any(dim=3).any(dim=0).any(dim=0).nonzero()[0])
     sequence, head, feature = moved[:, :, row].nonzero()[0].tolist()
     place = call.in_base

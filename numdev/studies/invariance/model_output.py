@@ -40,10 +40,10 @@ def model_rows(
     run: Callable[[AttentionCase], KernelRun | Failure],
     axes: Collection[str],
 ) -> Iterator[ModelRow]:
-    """Yields a row for the model with a kernel along each of `axes` that it allows;
-    without numbers, with a reason, where anything raises or an output is not finite or
-    all zero. `run`: returns the kernel's run on a case, or a Failure. `wider`: returns
-    the model in a wider format, whose output is taken as exact."""
+    """Yields a row for the model with a kernel along each of `axes` that `model_axes`
+    allows. It has a reason and no numbers where a run raises, an output is not finite, or
+    the usual one is all zero. `run`: returns the kernel's run on a case, or a Failure.
+    `wider`: returns the model in a wider format, whose output is taken as exact."""
 
     def kernel(case: AttentionCase) -> Tensor:
         """Returns the kernel's attention of a call, in the dtype of q. Raises Refused
@@ -98,7 +98,8 @@ def model_axes(
 ) -> tuple[str, ...]:
     """Returns those of `axes` along which the model's own output can be compared, in this
     order: `batch` with several sequences, `chunks` and `decode` where the model can
-    generate and nothing is masked. `inputs`: has `input_ids`. Nothing is run."""
+    generate, nothing is masked and there are more than 2 DECODED tokens. `inputs`: has
+    `input_ids`. Nothing is run."""
     return tuple(axis for axis in _output_pairs(model, inputs) if axis in axes)
 
 

@@ -195,7 +195,7 @@ class ModelRow(Record):
     @property
     def times_explained(self) -> float | None:
         """Returns the change over what roundings explain, which rules judge; None without
-        numbers. It is huge, not infinite, where `explained` is 0."""
+        numbers. Where `explained` is 0 it is huge, or 0 where nothing changes."""
         if self.difference is None or self.explained is None:
             return None
         return self.difference / max(self.explained, TINY)
@@ -224,8 +224,9 @@ class InvarianceReport(Report):
 
     @property
     def unmeasured(self) -> str:
-        """Returns a clause that says that no kernel ran along an axis, with up to four
-        reasons."""
+        """Returns a clause that says that no kernel ran along an axis, with the first
+        four of the rows' reasons, sorted. Nothing follows the colon where no row has a
+        reason."""
         reasons = sorted({row.reason for row in self.rows if row.reason})
         return f"no kernel ran along any axis: {', or '.join(reasons[:4])}"
 

@@ -94,9 +94,10 @@ def moves(
     old: InvarianceReport, new: InvarianceReport
 ) -> tuple[InvarianceNames, Compared]:
     """Returns the names by which rows are paired, and what changed from `old` to `new`: a
-    group for every kernel, format, axis and tensor that both reports measured; the moves
-    of rows that changed; kernels that no longer repeat their bits; moves of the model's
-    own output, with the rows and numbers that one report alone has of it."""
+    group for every kernel, format, axis and tensor of which both reports measured one
+    row; the moves of rows that changed; kernels that no longer repeat their bits; moves
+    of the model's own output, with the rows and numbers that one report alone has of
+    it."""
     names = InvarianceNames()
     pairs = measured_pairs(names, old.rows, new.rows)
     groups: list[Group] = []
@@ -154,9 +155,10 @@ class Number(NamedTuple):
 
 def _row_changes(a: InvarianceRow, b: InvarianceRow) -> Iterator[Changed]:
     """Yields the fields of each move in one row, `a` in report A and `b` in report B.
-    First other counts of elements, then of NaN. Then one of these: other bits or another
-    cause; the number that changed most, beyond TIMES; other counts of elements that
-    differ."""
+    First another count of elements, then one of NaN that chance does not explain. Then
+    one of these: bits that are equal in one report alone, or another cause; the number
+    that changed most, beyond TIMES; a count of elements that differ, beyond what
+    `_counts_alike` allows."""
     fact: Changed = {
         "metric": "difference",
         "excess": FAR,
@@ -283,9 +285,10 @@ def _output_moves(
 
 
 def _output_changes(a: ModelRow, b: ModelRow) -> Iterator[Changed]:
-    """Yields the fields of each move in a row of the model's own output. First other
-    counts of elements. Then one of these: bits that are equal in one report alone; the
-    first number of OF_OUTPUTS beyond TIMES; other counts of elements that differ."""
+    """Yields the fields of each move in a row of the model's own output. First another
+    count of elements. Then one of these: bits that are equal in one report alone; the
+    first number of OF_OUTPUTS beyond TIMES; a count of elements that differ, beyond what
+    `_counts_alike` allows."""
     if a.elements != b.elements:
         words = f"elements: {a.elements}, now {b.elements}"
         yield {"metric": "elements", "excess": FAR, "words": words}
@@ -313,7 +316,8 @@ def _output_changes(a: ModelRow, b: ModelRow) -> Iterator[Changed]:
 
 def _change_in_words(row: InvarianceRow) -> str:
     """Returns how far a row changes, and by which cause: `the same bits`, or `0.012× the
-    floor's error (explained by tiling: ...)`."""
+    floor's error (explained by tiling: ...)`; a dash in place of the number where there
+    is none."""
     if row.same:
         return "the same bits"
     text = f"{three(row.floor_ratio)}× the floor's error"

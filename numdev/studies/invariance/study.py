@@ -102,11 +102,11 @@ def invariance(
     command: str = "",
 ) -> InvarianceReport:
     """Runs `request` and returns its report, judged by `rules` (None: the default ones).
-    Rows go to a journal in `directory` (None: in memory alone), from which a call with
-    the same request goes on; `overwrite` replaces a damaged journal or one of another
-    request. `say` gets notes on the source, `progress` (what, done, total). A kernel that
-    fails has a failed row. Raises UsageError for a request that cannot be run, or has no
-    call to make another way, MeasurementError for rules of another system."""
+    Rows go to a journal in `directory` (None: in memory), from which a call with the same
+    request, system and files goes on; `overwrite` replaces any other. `say` gets notes,
+    `progress` (what, done, total). Raises UsageError for a request that cannot be run or
+    changes no call, another journal without `overwrite`, and other files there;
+    MeasurementError for rules of another system, and a damaged source."""
     system = System.probe(request.device)
     rules = rules or default_rules()
     check_system(system.as_dict(), rules)
@@ -227,9 +227,10 @@ def report_of_rows(
 def reproducers(
     report: InvarianceReport, request: InvarianceRequest, directory: Path, **_: object
 ) -> list[Path]:
-    """Writes to `directory` a script for each finding on a kernel that exceeds a limit;
-    it runs the kernel along that axis alone on the request's calls. Returns the scripts'
-    paths. Findings on the model's output have none. `report`: judged."""
+    """Writes a script for each finding on a kernel that exceeds a limit; it runs the
+    kernel along that axis alone on the request's calls. Returns the scripts' paths, in
+    folders below `directory`, which are made. Findings on the model's output have none.
+    `report`: judged. Raises OSError where a script cannot be written."""
     rules = Rules.model_validate(report.rules)
     source = request.checkpoint
     if source is not None and Path(source).exists():
@@ -261,7 +262,7 @@ def reproducers(
 
 def open_cases(request: InvarianceRequest, system: System) -> Source:
     """Returns the source of the request's cases, opened. Raises UsageError for a source
-    that cannot be opened."""
+    that is none or does not take the request's options, and what opening it raises."""
     names = ("target", "checkpoint", "cases", "backward", *Reading.model_fields)
     reading = AuditRequest(**{name: getattr(request, name) for name in names})
     return open_source(reading, system)
@@ -269,9 +270,9 @@ def open_cases(request: InvarianceRequest, system: System) -> Source:
 
 def prepare_case(case: AttentionCase, *, backward: bool = False) -> AttentionCase:
     """Returns the case as it is compared. It has no grad_out unless gradients are
-    compared (`backward`); grad_out is 0 in rows that see no key. A single query from
-    which causality and window hide no key loses these. Raises UsageError for a case that
-    is some rows of a call."""
+    compared (`backward`); grad_out is 0 in rows that see no key. A single query that sees
+    every key (by causality, window and mask, in the first sequence and head) loses
+    causality and window. Raises UsageError for a case that is some rows of a call."""
     if case.positions is not None:
         raise UsageError(f"{case.ref.case}: expected a whole call, got some of its rows")
     if case.q_len == 1 and count_keys_seen(case, (0, 0, 0, 0)) == case.kv_len:
@@ -352,8 +353,9 @@ class InvarianceStudy:
     ) -> None:
         """Measures the model's own output with each kernel in each format that the
         journal lacks, and appends the rows to it; sets `model_axes`. The model is loaded
-        once in each format. Does nothing for a source that is no checkpoint, that is read
-        layer by layer, or whose prompt has no `input_ids`."""
+        once in each format, also where the journal lacks nothing. Does nothing for a
+        source that is no checkpoint, that is read layer by layer, or whose prompt has no
+        `input_ids`."""
         if not isinstance(source, CheckpointSource) or source.streamed is not None:
             return
         if "input_ids" not in source.prompt.inputs:
@@ -376,8 +378,9 @@ class InvarianceStudy:
     ) -> Iterator[InvarianceRow]:
         """Yields the rows of all kernels on one variant. They are skipped, with a reason
         and without numbers, where no such call can be made, and where the variant changes
-        the exact answer, computed in fp64. A kernel without the variant's options has a
-        skipped row; one that fails has a failed row."""
+        the exact answer, computed in fp64. A kernel that lacks the variant's options, or
+        declines, has a skipped row. One that fails has a failed row; a skipped one where
+        memory ran out, and along the axes WATCHED."""
         base, why = variant.base or case, variant.reason
         if not why:
             exact = self._cached(
@@ -422,9 +425,9 @@ class InvarianceStudy:
         exact: Reference, fmt: Format,
     ) -> Forms | Failure:  # fmt: skip
         """Returns a kernel's outputs for the base and for the variant's calls; or the
-        first Failure, also where an element for the base is not finite and the exact one
-        is. `changed`: the kernel with the variant's options, for the calls; `exact`: the
-        reference of the base."""
+        first Failure, also where an element of `out` for the base is not finite and the
+        exact one, rounded, is, in a row that sees a key. `changed`: the kernel with the
+        variant's options, for the calls; `exact`: the reference of the base."""
         key = (id(base), variant.base_within, planned.kernel.name, str(planned.options))
         run = partial(self.run_kernel, planned, base, variant.base_within)
         first = self._cached(key, base, run)
@@ -447,9 +450,9 @@ class InvarianceStudy:
 
     def _compared_rows(self, about: OfWay, forms: Forms) -> Iterator[InvarianceRow]:
         """Yields the rows of both forms, one for each tensor. Where `out` or `lse`
-        differs the kernel runs again. One that does not repeat itself has rows along
-        `repeat` first; where these explain the difference, one row without numbers
-        follows in place of the others."""
+        differs along another axis than `repeat` the kernel runs again. One that does not
+        repeat itself has rows along `repeat` first; where these explain the difference,
+        one row without numbers follows in place of the others."""
         with self.watch("comparing"):
             numbers = dict(compare_forms(forms))
         repeats = None
@@ -496,8 +499,9 @@ class InvarianceStudy:
 
     def _unrepeated_rows(self, of: OfWay, forms: Forms) -> Iterator[InvarianceRow]:
         """Runs the base twice more, since a kernel may alternate, and each other call
-        once. Yields rows along `repeat` for the first run that gives other bits or fails,
-        and runs no more. Yields nothing where all repeat."""
+        once. Yields rows along `repeat` for the first run that gives other bits of `out`
+        or `lse`, or fails, and runs no more: one for each tensor that differs. Bits of
+        rows that see no key do not count. Yields nothing where all repeat."""
         name = f"again, {of['axis']} {of['variant']}"
         about: OfWay = {**of, "axis": "repeat", "variant": name}
         # The base twice, since a kernel may alternate.
@@ -546,10 +550,11 @@ class InvarianceStudy:
         wrap: str | None = None, gradients: bool | None = None,
     ) -> KernelRun | Failure:  # fmt: skip
         """Returns a kernel's run on a case, or a Failure, where it is missing here,
-        declines or fails; nothing is raised. `within` lays the case out in memory; `wrap`
-        (`graph` or `compiled`) changes how the kernel runs; `gradients`: None for as the
-        study does. A kernel that declines the backward pass runs forward alone, with the
-        reason in `declined`."""
+        declines or fails. `within` lays the case out in memory; `wrap` (`graph` or
+        `compiled`) changes how the kernel runs; `gradients`: None for as the study does.
+        With a `wrap` it is a Failure too where the study compares gradients or runs
+        kernels in another process. A kernel that declines the backward pass runs forward
+        alone, with the reason in `declined`. Raises KeyError for another `wrap`."""
         kernel = planned.kernel
         if missing := kernel.missing(self.system):
             return Failure("skipped", missing)
@@ -598,7 +603,7 @@ def _excuse(failure: Failure, adds: str) -> Excuse:
 
 def recorded_options(planned: Planned) -> dict[str, object]:
     """Returns the options of a kernel as its rows record them; empty for a kernel that
-    has none."""
+    declares none."""
     return dict(planned.options) if planned.kernel.options else {}
 
 
@@ -616,9 +621,9 @@ def out_of_memory(failure: Failure) -> bool:
 
 
 def _with_variant_options(planned: Planned, variant: Variant) -> Planned | None:
-    """Returns the kernel with the options of a variant added to its own, itself where the
-    variant has none. None where the kernel lacks the option, or does not take this
-    value."""
+    """Returns the kernel with the options of a variant added to its own, or in place of
+    them; itself where the variant has none. None where the kernel lacks the option, or
+    does not take this value."""
     if not variant.options:
         return planned
     if variant.options.keys() <= planned.kernel.options.keys():

@@ -107,8 +107,8 @@ def judged_numbers(
 ) -> Iterator[JudgedNumber]:
     """Yields the numbers of a measured row, one for each rule that judges it. A number
     that is None counts as infinite, beyond every limit; only `floor_ratio` counts as 0
-    where nothing differs. `required`: axes along which every tensor must keep its bits,
-    also where the rules do not say so."""
+    where the rms difference is 0. `required`: axes along which every tensor must keep its
+    bits, also where the rules do not say so."""
 
     def number(name: str) -> float:
         """Returns the number `name` of the row; infinity for None."""
@@ -140,7 +140,8 @@ def tests(report: InvarianceReport, rules: Rules) -> Iterator[Test]:
     """Yields the tests of a report. For each planned kernel in each format: how often it
     ran, and each rule on each tensor along each axis, or why there is none. Axes are
     those of the plan, those that the request or a user's rules require, and those that
-    have rows. Last, the model's own output with each kernel."""
+    have rows. Last, each row of the model's own output, but for kernels that this machine
+    lacks and nobody named."""
     limits: InvarianceLimits = rules.limits_of("invariance")
     plan = report.plan
     rows = grouped(report.rows, lambda r: (label(r), r.format))
@@ -174,7 +175,9 @@ def tests(report: InvarianceReport, rules: Rules) -> Iterator[Test]:
 
 def _is_absent(report: InvarianceReport, rows: Sequence[InvarianceRow]) -> bool:
     """Whether a kernel, whose rows these are, is a backend that this machine lacks:
-    nobody named it, and it declined at least one call and ran in none."""
+    nobody named it, all its rows are skipped, and it declined a call in at least one.
+    False too where one was skipped for memory, a way to run, or bits that do not
+    repeat."""
     excuses = {row.excuse for row in rows if row.status == "skipped"}
     declined = "kernel" in excuses and excuses <= {*UNTRIED, "kernel"}
     return (
@@ -311,9 +314,9 @@ def findings(
     judgement: Judgement, report: InvarianceReport
 ) -> tuple[Sequence[Finding], Sequence[str]]:
     """Returns the findings, and sentences on what was judged. There is a finding for each
-    exceeded axis of the model's output, and for each dependence of a kernel that does not
-    follow from a graver one. There is one for each kernel that failed, or had to run and
-    did not, unless it has one already."""
+    exceeded axis of the model's output with a kernel, and for each dependence of a kernel
+    that does not follow from a graver one. There is one for each kernel that failed, or
+    had to run and did not, unless it has one already."""
     wrong: list[Finding] = []
     beyond = [test for test in judgement.tests if test.beyond]
     for of_kernel in grouped(beyond, lambda t: (label(t), t.format)).values():
@@ -378,9 +381,11 @@ def _output_statement(test: Test) -> Statement:
 
 def _consequences(gravest: Mapping[str, JudgedNumber]) -> dict[str, str]:
     """Returns, for each axis whose failure follows from that of another axis, the other
-    axis. It follows by BRINGS, where it is not graver by more than ALIKE. Where the call
-    as it is errs, all such axes follow from the first. `gravest`: the gravest number of a
-    kernel by axis."""
+    axis. It follows by BRINGS, from an axis that does not follow itself: always where
+    that one fails by `finite`, else where it does not itself and its excess is at most
+    ALIKE times the other's, taken as at least 1. Of further axes in which the call as it
+    is errs, all follow from the first. `gravest`: the gravest number of a kernel by
+    axis."""
     follows: dict[str, str] = {}
     for first in (axis for axis in BRINGS if axis in gravest):
         cause = gravest[first]
@@ -399,7 +404,8 @@ def _consequences(gravest: Mapping[str, JudgedNumber]) -> dict[str, str]:
 
 def _dependence_sentence(worst: JudgedNumber) -> str:
     """Returns what is wrong along an axis, as a predicate that follows the kernel's name:
-    `fails along batch: the output changes by 12× what roundings explain (limit 2×)`."""
+    `fails along batch: the output changes by 12× what roundings explain (limit 2×)`, or
+    along `repeat` `does not repeat itself: ...`."""
     row = worst.row
     write = multiple if worst.metric in RATIOS else three
     wrong = WRONG[worst.rule].format(
@@ -412,9 +418,10 @@ def _dependence_sentence(worst: JudgedNumber) -> str:
 
 
 def _dependence_details(worst: JudgedNumber, also: Sequence[InvarianceRow]) -> str:
-    """Returns sentences on what a kernel depends on, the call and form that show it, the
-    error of either form, where the difference begins, and its cause; what is unknown is
-    left out. `also`: the rows of axes along which it differs for the same cause."""
+    """Returns sentences on what a kernel depends on, and the call and form that show it.
+    Then the error of either form, for the rule `rounding` alone; where the difference
+    begins, its cause, and other axes, each left out where unknown. `also`: the rows of
+    axes along which it differs for the same cause."""
     row = worst.row
     what = f"It depends on {AXES[row.axis]}"
     if row.axis == "repeat":
@@ -443,8 +450,8 @@ def _dependence_details(worst: JudgedNumber, also: Sequence[InvarianceRow]) -> s
 
 def _axis_and_change(row: InvarianceRow) -> str:
     """Returns an axis, and in brackets how far the row changes along it: `batch
-    (0.012×)`, a multiple of the floor's error, `batch (NaN)`, or `batch (the
-    log-sum-exp)`."""
+    (0.012×)`, a multiple of the floor's error (a dash where it is unknown), `batch
+    (NaN)`, or `batch (the log-sum-exp)`."""
     if row.nonfinite:
         return f"{row.axis} (NaN)"
     if row.tensor == "lse":
@@ -453,9 +460,9 @@ def _axis_and_change(row: InvarianceRow) -> str:
 
 
 def _judged_sentences(judgement: Judgement, report: InvarianceReport) -> Iterator[str]:
-    """Yields a sentence on the limits by which was judged, if there are any. Then for
-    each kernel in a format a sentence on the axes along which it was not judged, with the
-    reasons."""
+    """Yields a sentence on the limits by which was judged, where there is one on
+    rounding; of several the largest. Then for each kernel in a format a sentence on the
+    axes that have rows, but to which no limit was applicable, with the reasons."""
     bitwise = {t.rule for t in judgement.tests if t.judged}
     axes = joined_words(axis for axis in report.plan.axes if f"{axis} bitwise" in bitwise)
     limits = {
@@ -484,7 +491,8 @@ def _judged_sentences(judgement: Judgement, report: InvarianceReport) -> Iterato
 def passing(report: InvarianceReport, tests: Sequence[Test]) -> Statement:
     """Returns what to say of a kernel that passed, or of the model's own output: along
     which axes it is bit-identical and along which it is not; in the details by how much.
-    `tests`: those of one kernel in one format, or of the model, at least one."""
+    Axes that were not tried are left out. `tests`: those of one kernel in one format, or
+    of the model, at least one."""
     name, fmt = label(tests[0]), tests[0].format
     if tests[0].kernel == MODEL:
         answers = [a for a in model_answers(report.models) if a.format == fmt]
@@ -509,8 +517,9 @@ def passing(report: InvarianceReport, tests: Sequence[Test]) -> Statement:
 
 def _rounding_sentence(answers: Sequence[AxisAnswer], judged: Mapping[str, float]) -> str:
     """Returns a sentence on the differences of a kernel that passed: that they are judged
-    as rounding, and along which axes no limit is on them. Empty without a difference.
-    `judged`: the limits by axis, as multiples of what roundings explain."""
+    as rounding, and along which axes no limit is on them; of several limits it names the
+    largest. Empty without a difference. `judged`: the limits by axis, as multiples of
+    what roundings explain."""
     moved = [a.axis for a in answers if a.answer == "differs"]
     free = [axis for axis in moved if axis not in judged]
     if not moved or len(free) == len(moved):
@@ -520,10 +529,11 @@ def _rounding_sentence(answers: Sequence[AxisAnswer], judged: Mapping[str, float
 
 
 def axis_answers(report: InvarianceReport) -> tuple[AxisAnswer, ...]:
-    """Returns the answer of each kernel in each format along each planned axis, from the
-    rows of a report and the rules that it was judged by (the default ones where it was
-    not): `exceeds` where a limit is exceeded, `differs` where only bits are others,
-    `same`, or `not tried`."""
+    """Returns the answer of each kernel in each format along each planned axis, and each
+    other along which it has rows, from the rows of a report and the rules that it was
+    judged by (the default ones where it was not). It is `exceeds` where a limit is
+    exceeded, `differs` where only bits are others, `same`, or `not tried`. A kernel
+    without any row has no answer."""
     stored = report.rules
     rules = default_rules() if stored is None else Rules.model_validate(stored)
     failed = [t for t in tests(report, rules) if t.beyond and t.kernel != MODEL]
@@ -548,10 +558,10 @@ def other_form_in_words(row: InvarianceRow) -> str:
 def answer_sentences(
     rows: Sequence[InvarianceRow], models: Sequence[ModelRow] = ()
 ) -> Iterator[str]:
-    """Yields for each kernel and axis that has the cause of a difference a sentence on
-    that of the largest. Then, for each format and axis along which the model's own output
-    changes: by how much, beside its rounding error, and how much of that comes through
-    attention."""
+    """Yields for each kernel, format and axis that has the cause of a difference a
+    sentence on that of the largest that has one. Then, for each format and axis along
+    which the model's own output changes: by how much at most, beside its rounding error,
+    and how much of that comes through attention."""
     causes = [row for row in rows if row.differ and row.cause and row.tensor != "lse"]
     by_axis = grouped(causes, lambda r: (label(r), r.format, r.axis))
     for (kernel, fmt, axis), along in by_axis.items():

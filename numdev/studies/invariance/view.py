@@ -198,9 +198,10 @@ def _group_table(
 
 
 def _axis_cell(rows: Sequence[InvarianceRow], *, bad: bool) -> doc.Cell:
-    """Returns how far a kernel changes along an axis, and in how many of its rows. It is
-    `same` where no row changes, a dash with the first reason where no row has numbers.
-    `bad`: whether a limit is exceeded."""
+    """Returns how far a kernel changes along an axis (`NaN` where an element is not
+    finite in one form alone), and in how many of its rows. It is `same` where no row
+    changes, a dash with the first reason where no row has numbers. `bad`: whether a limit
+    is exceeded."""
     ok = [r for r in rows if r.status == "ok"]
     if not ok:
         reason = next((r.reason or "" for r in rows), "")
