@@ -180,9 +180,9 @@ def capture_run(
     """Returns what `run` returns; None where it was ended by Enough. `on_call` is called
     at every attention call that the watched model makes in it. With `step` calls are
     stored there for their gradients instead, and `on_call` is not called. Calls of other
-    models (text encoders, a VAE) are left alone. Whatever else `run` raises, except
-    numdev's own errors, becomes a MeasurementError that names the model. Raises Unseen
-    for attention that was not seen."""
+    models (text encoders, a VAE) are left alone. Whatever else `run` or `on_call` raises,
+    except numdev's own errors and KeyboardInterrupt, becomes a MeasurementError that
+    names the model. Raises Unseen for attention that was not seen."""
     named = naming(type(watch.model).__name__, "failed on its inputs", HINT)
     with (
         named,
@@ -243,7 +243,8 @@ QKV = tuple(
 
 def attention_modules(model: nn.Module) -> list[str]:
     """Returns the names of the modules that own query, key and value projections, in the
-    model's order."""
+    model's order: of `nn.MultiheadAttention`, and of modules that are no mixers and whose
+    children have the names of such projections."""
     return [name for name, module in model.named_modules() if _owns_projections(module)]
 
 
@@ -261,8 +262,9 @@ def _owns_projections(module: nn.Module) -> bool:
 
 
 def unaudited_modules(model: nn.Module) -> Iterator[tuple[int | None, str, nn.Module]]:
-    """Yields (layer or None, name, module) of the outermost modules of a model that mix
-    tokens without a softmax, in the model's order. The layer is that of `layer_of`."""
+    """Yields (layer or None, name, module) of the modules of a model that mix tokens
+    without a softmax, in the model's order: of the outermost, and not of those inside a
+    module that owns query, key and value projections. The layer is that of `layer_of`."""
     for name, module in outermost_mixers(model, _owns_projections):
         yield layer_of(module, name), name, module
 
@@ -599,10 +601,10 @@ def _window_of_call(
     ref: CaseRef, size: int | None, mask: Tensor | None, q: Tensor, offset: int
 ) -> Window | None:
     """Returns the window (left, right) of `size` keys, the query's key included. None for
-    no size, or for one that hides nothing. The right side is 0 where the mask hides all
+    no size, or for one of all keys and more. The right side is 0 where the mask hides all
     later keys, else as wide as the left. `offset`: kv_len - q_len. Raises
-    MeasurementError where the mask does not hide what the window hides, since SDPA takes
-    a window by its mask alone."""
+    MeasurementError where the mask does not hide what the window hides, or there is no
+    mask, since SDPA takes a window by its mask alone."""
     q_len = q.shape[-2]
     if size is None or size >= q_len + offset:
         return None

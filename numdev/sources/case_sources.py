@@ -164,7 +164,8 @@ class Drawn:
         """Returns the case with tensors drawn in fp32, on `device`, from the seed and the
         name of the configuration's entry (`config.entry`). So cells of its grid that
         differ only in how attention is computed share their inputs. Raises UsageError for
-        values that its regime cannot draw with."""
+        values that its regime cannot draw with, and for a call that is none
+        (`AttentionCase`)."""
         config, inputs = self.config, self.config.inputs
         shapes = Shapes(
             batch=config.batch,
@@ -260,8 +261,9 @@ class TensorFileSource(Source):
         self.notes += layers.notes(request.target)
 
     def describe(self) -> dict[str, object]:
-        """Returns the file's name, hash and origin, how many cases it has, and where
-        grad_out comes from. Reads the whole file for the hash."""
+        """Returns the file's name, hash and origin, how many cases it has, chosen or not,
+        and where grad_out comes from. Reads the whole file for the hash; raises OSError
+        where it cannot be read."""
         captured = dict.fromkeys(case.ref.source for case in self.stored.cases)
         return {
             "tensors": self.stored.path.name,
@@ -302,8 +304,8 @@ class CallsSource(Source):
         self.notes = layers.notes(request.target)
 
     def describe(self) -> dict[str, object]:
-        """Returns what a report says of the calls: their number, a hash of all their
-        tensors, and where they were captured."""
+        """Returns what a report says of the calls, chosen or not: their number, a hash of
+        all their fields, and where they were captured."""
         parts = {
             f"{case.ref.case} {field.name}": getattr(case, field.name)
             for case in self.calls
@@ -500,8 +502,9 @@ class CheckpointSource(Source):
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields name and tensor of the stored weights of the chosen layers, and of those
-        that are in no numbered layer. Yields all where no layers are chosen, or the
-        model's attention modules have no numbers."""
+        that are in no numbered layer: the layer is the first number in a name. Yields all
+        where no layers are chosen, where the model has no attention module, or one
+        without a number. Raises MeasurementError for a damaged file."""
         asked = self.request.layers if self.numbers else None
         for name, tensor in self.checkpoint.tensors():
             layer = re.search(r"(?:^|\.)(\d+)\.", name)
