@@ -535,12 +535,11 @@ def varlen_cases(
 
     q is [tokens, heads, head_dim], packed by `cu_seqlens_q`; k and v likewise by
     `cu_seqlens_k`, or paged ([pages, page_size, kv_heads, dim]): then `block_table`
-    [sequences, pages] names the pages of each. Of the keys of each the first `seqused_k`
-    count; None: all of `cu_seqlens_k`. Scale None is 1 / sqrt(head_dim). Causality and
-    `window_size` (left, right; below 0: no limit) align at the last key; `softcap` 0 is
-    none. Cases are `MODULE#CALL/seqI`, in phase decode for one query before several keys,
-    else prefill. Raises UsageError for what does not fit together, and for queries
-    without keys."""
+    [sequences, pages] names the pages of each. `seqused_k` [sequences]: how many keys of
+    each count; None: all. Scale None is 1 / sqrt(head_dim). Causality and `window_size`
+    (left, right; below 0: no limit) align at the last key; `softcap` 0 is none. Cases are
+    `MODULE#CALL/seqI`, in phase decode for one query before several keys, else prefill.
+    Raises UsageError for what does not fit together, and for queries without keys."""
     places = {
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,

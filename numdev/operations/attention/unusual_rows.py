@@ -130,9 +130,9 @@ def sentence(row: WorstRow, usual: Rows) -> str:
 def outstanding(row: WorstRow, usual: Rows) -> dict[str, float]:
     """Returns the properties of a row that are unusual, by name, in the order in which
     they are mentioned, each with its median over the usual rows. A property is unusual
-    that is at least three standard deviations and its own `step` from the median. A
-    property with fewer than LEAST usual values is left out, but for `tied`, whose usual
-    value is 1 then."""
+    that is at least three standard deviations and its own `step` from the median, on the
+    `side` that counts for it. A property with fewer than LEAST usual values is left out,
+    but for `tied`, whose usual value is 1 then."""
     medians = {}
     for name, rule in PROPERTIES.items():
         value = getattr(row, name)
