@@ -70,7 +70,7 @@ def items_from_run(run: Callable[[Callable[[T], None]], object]) -> Iterator[T]:
     for its calls to be met, so `run` works in a thread; exactly one side runs at any
     time. The thread has the CUDA device, grad mode and context variables of this one.
     What `run` raises is raised here. Where this generator is closed early, the run ends
-    at the next item."""
+    at the next item, and what it raises is dropped."""
     # Or how the run ended
     arrived: SimpleQueue[tuple[T] | BaseException | None] = SimpleQueue()
     answers: SimpleQueue[bool] = SimpleQueue()
@@ -212,8 +212,9 @@ def run_with_answers(
 
 def first_call(run: Callable[[], object]) -> AttentionCase | None:
     """Returns the first attention call that `run` makes, its tensors still in their
-    autograd graph; `run` ends there. None where it makes none. What it raises before
-    passes unchanged."""
+    autograd graph; `run` ends there. None where it makes none. Raises MeasurementError
+    where that call makes no case, as with dropout. What else `run` raises before passes
+    unchanged."""
     calls: list[AttentionCase] = []
 
     def end(case: AttentionCase) -> None:
@@ -270,8 +271,9 @@ def unaudited_modules(model: nn.Module) -> Iterator[tuple[int | None, str, nn.Mo
 
 
 def layer_of(module: nn.Module, name: str) -> int | None:
-    """Returns transformers' `layer_idx` of a module where it is a number, else the only
-    part of its dotted name that is one; None without one or with several."""
+    """Returns transformers' `layer_idx` of a module where it is an int, else the only
+    number among the parts of its dotted name; None where no part is one, or several
+    are."""
     layer_idx = getattr(module, "layer_idx", None)
     numbers = [int(part) for part in name.split(".") if part.isdigit()]
     return (
@@ -518,7 +520,7 @@ class _Interceptor(TorchFunctionMode):
         `on_call` returns is the output. With a training step, `on_call` is not called:
         the call is stored there for its gradient. The arguments are SDPA's. Raises
         MeasurementError for dropout, for a window that the mask does not show, and for a
-        call that makes no case."""
+        call that makes no case; and what `on_call` raises."""
         ref = self.watch.next_call() if self.watch else CaseRef(case="call")
         if dropout_p > 0:
             what = f"{ref.module}: attention with dropout {dropout_p} is random"

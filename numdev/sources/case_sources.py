@@ -374,7 +374,8 @@ class CheckpointSource(Source):
     ) -> nn.Module:
         """Returns the model of opened weights, in the request's `model_dtype`. With
         `stream` it is one that can run only within `Streamed.running`, and
-        `self.streamed` is set. A model in memory is returned as it is."""
+        `self.streamed` is set. A model in memory is returned as it is. Raises UsageError
+        and MeasurementError where it cannot be built of these weights."""
         dtype = dtype_of(format_named(self.request.model_dtype))
         if self.request.stream and isinstance(opened, stored.Checkpoint):
             deferred = opened.deferred_model(dtype=dtype)
@@ -462,7 +463,8 @@ class CheckpointSource(Source):
     def _run(self, handle: Callable[[Located], None]) -> None:
         """Runs the model and calls `handle` with every call of the chosen layers; adds to
         `self.notes`. A streamed run ends with the last wanted layer where every layer
-        runs once. Raises as `capture`, and UsageError where calls were met and none is in
+        runs once. Raises MeasurementError where the model fails, a call cannot be
+        audited, or attention was not seen; UsageError where calls were met and none is in
         a chosen layer."""
         projections, layers = Projections(), capturing.Layers(self.request.layers)
         numbers, ends = set(self.numbers), False
@@ -516,10 +518,11 @@ def open_model_weights(
     request: AuditRequest,
 ) -> stored.Checkpoint | stored.StateDict:
     """Opens the request's weights without loading them: a Hugging Face directory as a
-    Checkpoint; a file, or a directory of bare weights, as a StateDict with the
-    factory `model`. Raises UsageError for a factory where the directory names its
-    model itself, and for `stream` with a factory; MeasurementError for an unfinished
-    distributed checkpoint; and as `open_state_dict` and `open_checkpoint`."""
+    Checkpoint; a file, or a directory of bare weights, as a StateDict with the factory
+    `model`. Raises UsageError for a factory where the directory names its model itself,
+    for `stream` with a factory, for a path without weights, and for bare weights without
+    a factory that can be imported. Raises MeasurementError for an unfinished distributed
+    checkpoint, and for damaged or missing files."""
     path = _checkpoint_path(request)
     refuse_unfinished(path)
     is_container = path.is_dir() and container_at(path) is not None

@@ -53,7 +53,7 @@ class Draws:
 
     def integers(self, name: str, shape: tuple[int, ...], low: int, high: int) -> Tensor:
         """Returns integers uniform over low, ..., high - 1, int64, of this shape; `name`
-        picks the stream."""
+        picks the stream. `low` must be below `high`."""
         return self._draw_by_head("integers", name, shape, np.int64, low, high)
 
     def permutation(self, name: str, count: int) -> Tensor:
@@ -65,8 +65,8 @@ class Draws:
         self, law: str, name: str, shape: tuple[int, ...], dtype: DTypeLike, *of: int
     ) -> Tensor:
         """Returns numbers of numpy's distribution `law`, with parameters `of`, in this
-        shape; each head has a stream of its own, by its number and `name`. Heads are
-        drawn in threads."""
+        shape [batch, heads, ...]; each head has a stream of its own, by its number and
+        `name`."""
         batch, heads, *trailing = shape
         numbers = np.empty(shape, dtype=dtype)
 

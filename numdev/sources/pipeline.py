@@ -263,7 +263,8 @@ class PipelineSource:
     def _run(self, handle: Callable[[capturing.Captured], None]) -> None:
         """Runs the pipeline and calls `handle` once with each call of the chosen steps
         and layers; latents are drawn on the CPU for every device. Adds to `self.notes`.
-        Ends after the last step that is wanted. Raises as `capture_run`, and UsageError
+        Ends after the last step that is wanted. Raises MeasurementError where the
+        pipeline fails, a call cannot be audited, or attention was not seen; UsageError
         where calls were met and none is in a chosen layer."""
         scheduler, wanted, now = self.pipeline.scheduler, self.request.steps, 0
         own_step = scheduler.step
@@ -440,12 +441,14 @@ class PictureSource:
         return {n: x for n, x in self.opened.describe().items() if n != "not_audited"}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields name and tensor of the denoiser's stored weights."""
+        """Yields name and tensor of the denoiser's stored weights. Raises UsageError
+        without safetensors files, MeasurementError for a damaged one."""
         return self.opened.weights()
 
     def load(self, dtype: torch.dtype) -> nn.Module:
         """Returns the pipeline as a model once more, loaded from disk in another format.
-        Raises as `PipelineSource`."""
+        Raises UsageError or MeasurementError where it can no longer be loaded, or for a
+        dtype of no format."""
         named = self.opened.request.model_copy(
             update={"model_dtype": format_of(dtype).name}
         )

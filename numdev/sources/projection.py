@@ -87,7 +87,7 @@ def _run_again(frame: Frame, case: AttentionCase) -> tuple[Tensor, list[Run]]:
     call. Returns the queries of that call and the linear layers that ran. Raises
     MeasurementError where the module fails in fp64, makes no call, or makes queries of
     another shape or that differ from the case's by more than 100 roundings of the
-    largest. NaN counts as no difference."""
+    largest. Where a NaN is in them their values are not compared."""
     ran: list[Run] = []
     kind = type(frame.module).__name__
     arguments, named = _map_tensors(
@@ -169,8 +169,8 @@ def _features_by_head(
     """Returns the indices of the features of the layer's output that make q, head by
     head, int64 [heads * head_dim]. Where every head depends on all of them (a norm over
     heads) they are in ascending order. None where these are not heads * head_dim
-    features, or where two heads share some and not all. `spread`: a gradient at q;
-    `touched`: the features on which all of q depends."""
+    features, or where heads share some, unless every head has all. `spread`: a gradient
+    at q; `touched`: the features on which all of q depends."""
     if touched.numel() != q.shape[1] * q.shape[3]:
         return None
     each = []

@@ -105,7 +105,7 @@ def sentence(row: WorstRow, usual: Rows) -> str:
     unusual: `row 5 (of 64; batch entry 0) has 12× the error predicted for it: 3 keys
     share its maximum, P = 0.3 each.` `usual`: the numbers of usual rows of its head.
     Where nothing is unusual it says `nothing stands out`, and with fewer than LEAST usual
-    rows how many there were. Of a row that sees nothing it says that alone."""
+    rows how many there were. Of a row that sees nothing it names no other property."""
     is_key = tensor_spec(row.tensor).sums_over_rows
     if row.sees == 0:
         properties = ["no query sees it" if is_key else "it sees no key"]

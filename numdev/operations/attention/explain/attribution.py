@@ -85,12 +85,13 @@ def attribute(
 ) -> Attribution | None:
     """Returns which roundings explain the error of `output` [B, H, rows, d] against
     `exact`, or which come nearest and why they do not. Rows count in which both are
-    finite and `scale` is a normal number of `fmt`; None where the error of these is 0 or
-    infinite. `scale` [B, H, rows]: norms of the rows' terms; `fmt`: the working format;
-    `claim`: options of `emulated`, tried in place of the preset that they name (`fa2`
-    without a name), or None; `emulate`: returns the tensor for such options; `tensor`:
-    out, dq, dk or dv; `group`: query heads to a kv head. Raises UsageError for a claim
-    with unknown names or values, and what `emulate` raises."""
+    finite and `scale` is at least the smallest normal number of `fmt`; None where the
+    error of these is 0 or infinite. `scale` [B, H, rows]: norms of the rows' terms;
+    `fmt`: the working format; `claim`: options of `emulated`, tried in place of the
+    preset of PRESETS that they name (`fa2` without a name), or None; `emulate`: returns
+    the tensor for such options; `tensor`: out, dq, dk or dv; `group`: query heads to a kv
+    head. Raises UsageError for a claim with unknown names or values, and what `emulate`
+    raises."""
     weight = row_weights(output, exact, scale, fmt)
     error = weighed(output.double() - exact, weight)
     size = float(error.norm())

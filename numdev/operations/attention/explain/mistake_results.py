@@ -240,9 +240,9 @@ def estimated(probe: Probe) -> Iterator[tuple[Alternative, float]]:
     """Yields the mistakes that are a factor (of the scale, the output, the row sum, a
     sink), and the single dropped key that fits best. Each comes with how many times
     smaller it makes the residual. Factors are estimated on every other row and judged on
-    the remaining ones; the dropped key is judged on all. Left out are factors within 2u
-    of the value that changes nothing; nothing is yielded where fewer than LEAST_ROWS rows
-    see a key."""
+    the remaining ones; the dropped key is judged on all. Left out are factors that cannot
+    be estimated, or are within 2u of the value that changes nothing. Nothing is yielded
+    where fewer than LEAST_ROWS rows see a key."""
     shape = probe.exact.empty.shape
     if int((~probe.exact.empty).sum()) < LEAST_ROWS:
         return

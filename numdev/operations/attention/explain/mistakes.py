@@ -203,9 +203,9 @@ def _window_at_offset(case: AttentionCase, step: int) -> Window | None:
 
 
 def _mask_mistakes(case: AttentionCase) -> Changes:
-    """Yields mistakes of the mask, each with the changed fields: ignored (also with the
-    causal mask), inverted, subtracted, scaled, transposed, of another head or batch
-    entry; nothing without a mask."""
+    """Yields mistakes of the mask, each with the changed fields, as that it is ignored
+    (also with the causal mask), inverted, subtracted, scaled, transposed, or that of
+    another head or batch entry; nothing without a mask."""
     mask = case.mask
     if mask is None:
         return

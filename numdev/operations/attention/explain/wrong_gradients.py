@@ -47,8 +47,8 @@ def suspect_gradients(
     dk and dv, and the case a grad_out. `part`: a phrase on which part of a call this is,
     appended to causes that are no factor of one gradient. `judged`: what the kernel
     returned of the same inputs in the format that is judged; its errors have to shrink
-    too, if it has lse, or all three gradients. `hints`: causes of other calls, beside
-    which only factors of single gradients are tried; None: all."""
+    too, if it has lse, or all three gradients. `hints`: causes of other calls; these
+    alone are tried, and factors of single gradients; None: all."""
     suspicions: dict[str, Suspicion] = {}
     for names in (("lse",), GRADIENTS):
         if getattr(step, names[0]) is not None:
@@ -273,8 +273,8 @@ def _lse_mistakes(
 ) -> Iterator[tuple[str, Callable[[], Step]]]:
     """Yields causes of a wrong log-sum-exp alone, each with a function that returns the
     log-sum-exp by name, as `{"lse": ...}`, 0 in rows that see no key. One cause adds the
-    mean error as a constant. A row whose exact value is 0 counts as one that sees no
-    key."""
+    mean error as a constant. For this one and for parts of the keys, a row whose exact
+    value is 0 counts as one that sees no key."""
     lse, tops = exact["lse"], all_scores(case).amax(dim=-1).nan_to_num(neginf=0.0)
     seen = lse != 0
     constant = float((returned["lse"] - lse)[seen].mean()) if bool(seen.any()) else 0.0
