@@ -70,7 +70,7 @@ def items_from_run(run: Callable[[Callable[[T], None]], object]) -> Iterator[T]:
     for its calls to be met, so `run` works in a thread; exactly one side runs at any
     time. The thread has the CUDA device, grad mode and context variables of this one.
     What `run` raises is raised here. Where this generator is closed early, the run ends
-    at the next item."""
+    at the next item, and what it raises is dropped."""
     # Or how the run ended
     arrived: SimpleQueue[tuple[T] | BaseException | None] = SimpleQueue()
     answers: SimpleQueue[bool] = SimpleQueue()
@@ -180,9 +180,9 @@ def capture_run(
     """Returns what `run` returns; None where it was ended by Enough. `on_call` is called
     at every attention call that the watched model makes in it. With `step` calls are
     stored there for their gradients instead, and `on_call` is not called. Calls of other
-    models (text encoders, a VAE) are left alone. Whatever else `run` raises, except
-    numdev's own errors, becomes a MeasurementError that names the model. Raises Unseen
-    for attention that was not seen."""
+    models (text encoders, a VAE) are left alone. Whatever else `run` or `on_call` raises,
+    except numdev's own errors and KeyboardInterrupt, becomes a MeasurementError that
+    names the model. Raises Unseen for attention that was not seen."""
     named = naming(type(watch.model).__name__, "failed on its inputs", HINT)
     with (
         named,
@@ -212,8 +212,9 @@ def run_with_answers(
 
 def first_call(run: Callable[[], object]) -> AttentionCase | None:
     """Returns the first attention call that `run` makes, its tensors still in their
-    autograd graph; `run` ends there. None where it makes none. What it raises before
-    passes unchanged."""
+    autograd graph; `run` ends there. None where it makes none. Raises MeasurementError
+    where that call makes no case, as with dropout. What else `run` raises before passes
+    unchanged."""
     calls: list[AttentionCase] = []
 
     def end(case: AttentionCase) -> None:
@@ -243,7 +244,8 @@ QKV = tuple(
 
 def attention_modules(model: nn.Module) -> list[str]:
     """Returns the names of the modules that own query, key and value projections, in the
-    model's order."""
+    model's order: of `nn.MultiheadAttention`, and of modules that are no mixers and whose
+    children have the names of such projections."""
     return [name for name, module in model.named_modules() if _owns_projections(module)]
 
 
@@ -261,15 +263,17 @@ def _owns_projections(module: nn.Module) -> bool:
 
 
 def unaudited_modules(model: nn.Module) -> Iterator[tuple[int | None, str, nn.Module]]:
-    """Yields (layer or None, name, module) of the outermost modules of a model that mix
-    tokens without a softmax, in the model's order. The layer is that of `layer_of`."""
+    """Yields (layer or None, name, module) of the modules of a model that mix tokens
+    without a softmax, in the model's order: of the outermost, and not of those inside a
+    module that owns query, key and value projections. The layer is that of `layer_of`."""
     for name, module in outermost_mixers(model, _owns_projections):
         yield layer_of(module, name), name, module
 
 
 def layer_of(module: nn.Module, name: str) -> int | None:
-    """Returns transformers' `layer_idx` of a module where it is a number, else the only
-    part of its dotted name that is one; None without one or with several."""
+    """Returns transformers' `layer_idx` of a module where it is an int, else the only
+    number among the parts of its dotted name; None where no part is one, or several
+    are."""
     layer_idx = getattr(module, "layer_idx", None)
     numbers = [int(part) for part in name.split(".") if part.isdigit()]
     return (
@@ -516,7 +520,7 @@ class _Interceptor(TorchFunctionMode):
         `on_call` returns is the output. With a training step, `on_call` is not called:
         the call is stored there for its gradient. The arguments are SDPA's. Raises
         MeasurementError for dropout, for a window that the mask does not show, and for a
-        call that makes no case."""
+        call that makes no case; and what `on_call` raises."""
         ref = self.watch.next_call() if self.watch else CaseRef(case="call")
         if dropout_p > 0:
             what = f"{ref.module}: attention with dropout {dropout_p} is random"
@@ -599,10 +603,10 @@ def _window_of_call(
     ref: CaseRef, size: int | None, mask: Tensor | None, q: Tensor, offset: int
 ) -> Window | None:
     """Returns the window (left, right) of `size` keys, the query's key included. None for
-    no size, or for one that hides nothing. The right side is 0 where the mask hides all
+    no size, or for one of all keys and more. The right side is 0 where the mask hides all
     later keys, else as wide as the left. `offset`: kv_len - q_len. Raises
-    MeasurementError where the mask does not hide what the window hides, since SDPA takes
-    a window by its mask alone."""
+    MeasurementError where the mask does not hide what the window hides, or there is no
+    mask, since SDPA takes a window by its mask alone."""
     q_len = q.shape[-2]
     if size is None or size >= q_len + offset:
         return None

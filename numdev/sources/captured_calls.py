@@ -58,7 +58,8 @@ DTYPES = {
 
 def _checked_layouts(layouts: str | dict[str, str]) -> str | dict[str, str]:
     """Returns `layouts`, one for all tensors or one by tensor's name, unchanged. Raises
-    ValueError for one that is no order of its tensor's axes."""
+    ValueError for one that is no order of its tensor's axes, and for a name other than q,
+    k, v, mask and grad_out."""
     for name, layout in (
         layouts.items() if isinstance(layouts, dict) else [("q", layouts)]
     ):
@@ -165,8 +166,10 @@ class StoredCase:
         """Reads the tensors and returns the case, on `device`. With `upstream`, a case
         without a stored grad_out gets a drawn one. Raises MeasurementError where the file
         can no longer be read, or lacks a tensor that it had when it was opened; other
-        changes are not noticed. Raises UsageError, which names file and call, where the
-        tensors do not fit together, or do not fit the header."""
+        changes are not noticed. Raises UsageError, which names file and call, where q, k
+        or v is missing, where the tensors do not fit together, or do not fit the header,
+        and for a causal mask or window over other lengths of q and k without a
+        causal_offset."""
         changed = storage.naming(
             self.path, "cannot be read", "was it changed during the audit?"
         )
@@ -256,8 +259,8 @@ class CaseFile:
 
     def identity(self) -> str:
         """Returns 64 hex digits: of a file the SHA-256 of its content; of a directory a
-        SHA-256 over the names and contents of its files. Reads all of them. Raises
-        OSError for a file that cannot be read."""
+        SHA-256 over the names and contents of its files of tensors (not of `cases.json`).
+        Reads all of them. Raises OSError for a file that cannot be read."""
         return (
             storage.sha256(self.path)
             if self.path.is_file()
@@ -269,7 +272,8 @@ def holds_cases(path: Path) -> bool:
     """Whether a path is a captured-tensor file, by the key `numdev` in its header; or a
     directory with `cases.json` or such a file, but without config.json. False for a path
     that does not exist. Raises MeasurementError for a safetensors file that is damaged or
-    cannot be read."""
+    cannot be read; of a directory it opens them until one is a captured-tensor file, and
+    none where `cases.json` or config.json is there."""
     if path.is_dir():
         if (path / "config.json").exists():
             return False
@@ -283,9 +287,10 @@ def holds_cases(path: Path) -> bool:
 
 
 def headerless_hint(path: Path) -> str:
-    """Returns a hint on how to write the header of a safetensors file that has none and
-    whose tensors are named as those of calls are (`q`, `0.k`). Of a directory its first
-    safetensors file is looked at. Empty for any other path, and for a damaged file."""
+    """Returns a hint on how to write the header of a safetensors file whose tensors are
+    named as those of calls are (`q`, `0.k`), whether or not it has a header already. Of a
+    directory its first safetensors file is looked at. Empty for any other path, and for a
+    damaged file."""
     for file in sorted(path.glob("*.safetensors"))[:1] if path.is_dir() else (path,):
         with contextlib.suppress(NumdevError, OSError):
             if file.suffix != ".safetensors":
@@ -307,8 +312,8 @@ def open_cases(
     checks every call; keeps no tensor. Calls are later loaded onto `device`. `upstream`:
     the seed of a drawn grad_out for calls without a stored one; None: they get none.
     Raises UsageError, which names file and call, for what is not as docs/inputs.md has
-    it, for two calls of one name, and for a directory without a file of calls;
-    MeasurementError for a damaged or missing file."""
+    it, for two calls of one name, and for a directory with neither `cases.json` nor a
+    safetensors file; MeasurementError for a damaged or missing file."""
     files: tuple[Path, ...] = (path,)
     if path.is_dir() and not (path / INDEX).is_file():
         files = tuple(sorted(path.glob("*.safetensors")))
@@ -339,7 +344,7 @@ def _open_file(
     """Returns the header and the calls of one file, each call built once to check that
     its tensors fit; they are later loaded onto `device`, with a grad_out of the seed
     `upstream` where none is stored. Raises UsageError for what is not as docs/inputs.md
-    has it, MeasurementError for a damaged file."""
+    has it, MeasurementError for a damaged or missing file."""
     with storage.open_safetensors(path) as file:
         raw = None
         with contextlib.suppress(ValueError, RecursionError):
@@ -393,9 +398,11 @@ def write_cases(
     axes: Sequence[Mapping[str, object]] | None = None,
 ) -> None:
     """Writes cases to one captured-tensor file, whole or not at all: unrounded, each
-    tensor with its axes in the order they have in memory. A file there is replaced.
-    `axes`: the place of each case on a grid, as many as cases; None: no grid. Raises
-    MeasurementError or OSError where it cannot be written."""
+    tensor with its axes in the order they have in memory. A case's `positions` and
+    `working` are not written. A file there is replaced. `axes`: the place of each case on
+    a grid, as many as cases; None: no grid. Raises MeasurementError or OSError where it
+    cannot be written, and pydantic's ValidationError for a case that no header can hold,
+    as one of layer -1 or with a window limit below 0."""
     tensors, calls = {}, []
     for index, case in enumerate(cases):
         layout: dict[str, str] = {}
@@ -433,10 +440,12 @@ def write_cases(
 @checked
 def save_cases(path: str | Path, cases: Sequence[AttentionCase]) -> None:
     """Writes cases to one captured-tensor file, a TARGET of `numdev audit`: unrounded,
-    whole or not at all. A file there is replaced. Raises UsageError for a name that does
-    not end in `.safetensors`, for a folder that does not exist or cannot be written to,
-    for no case, and for two of one name; MeasurementError where it cannot be written, as
-    on a full disk."""
+    whole or not at all. A case's `positions` and `working` are not written. A file there
+    is replaced. Raises UsageError for a name that does not end in `.safetensors`, for a
+    folder that does not exist or cannot be written to, for no case, and for two of one
+    name; MeasurementError where it cannot be written, as on a full disk; pydantic's
+    ValidationError for a case that no header can hold, as one of layer -1 or with a
+    window limit below 0."""
     path, names = Path(path), {case.ref.case for case in cases}
     if path.suffix != ".safetensors":
         raise UsageError(f"{path}: expected a name that ends in .safetensors")
@@ -455,10 +464,10 @@ Add = Callable[[AttentionCase, Mapping[str, object]], None]
 def writing_cases(directory: Path, *, overwrite: bool = False) -> Iterator[Add]:
     """Enters a context that yields a function of (case, its place on a grid), which
     writes one more case. The directory appears at the end, whole; after an exception, or
-    without a case, it does not. `overwrite`: saved cases that are there are replaced.
-    Raises UsageError where the directory exists (with `overwrite`: where it is no
-    directory of saved cases), or its parent cannot be written to; OSError where writing
-    fails later."""
+    without a case, nothing changes. Missing folders above it are made at once.
+    `overwrite`: saved cases that are there are replaced. Raises UsageError where the
+    directory exists (with `overwrite`: where it is no directory of saved cases), or its
+    parent cannot be written to; OSError or MeasurementError where writing fails later."""
     if directory.exists() and not (overwrite and (directory / INDEX).is_file()):
         raise UsageError(f"{directory}: exists", hint="choose another --save-cases")
     names = list[str]()
@@ -526,11 +535,11 @@ def varlen_cases(
 
     q is [tokens, heads, head_dim], packed by `cu_seqlens_q`; k and v likewise by
     `cu_seqlens_k`, or paged ([pages, page_size, kv_heads, dim]): then `block_table`
-    [sequences, pages] names the pages of each and `seqused_k` [sequences] how many keys
-    count. Scale None is 1 / sqrt(head_dim). Causality and `window_size` (left, right;
-    below 0: no limit) align at the last key; `softcap` 0 is none. Cases are
+    [sequences, pages] names the pages of each. `seqused_k` [sequences]: how many keys of
+    each count; None: all. Scale None is 1 / sqrt(head_dim). Causality and `window_size`
+    (left, right; below 0: no limit) align at the last key; `softcap` 0 is none. Cases are
     `MODULE#CALL/seqI`, in phase decode for one query before several keys, else prefill.
-    Raises UsageError for what does not fit together, and for no keys."""
+    Raises UsageError for what does not fit together, and for queries without keys."""
     places = {
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
@@ -616,8 +625,8 @@ class _Packing:
         self, q: Tensor, k: Tensor, v: Tensor
     ) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
         """Yields (number, queries, keys, values) of each sequence that has queries,
-        [length, heads, dim]. Raises UsageError where there are fewer keys than `counts`
-        says."""
+        [length, heads, dim]. Raises UsageError where there are fewer keys or values than
+        `counts` says, and for a page that is not in the cache."""
         for i, (start, end) in enumerate(itertools.pairwise(self.rows)):
             if start == end:
                 continue
@@ -628,7 +637,9 @@ class _Packing:
             yield i, q[start:end], keys, values
 
     def _keys_of_sequence(self, x: Tensor, i: int) -> Tensor:
-        """Returns the keys or values of sequence i, [keys, kv_heads, dim]."""
+        """Returns the keys or values of sequence i, [keys, kv_heads, dim]: as many as
+        `counts` says, or fewer where there are fewer. Raises UsageError for a page that
+        is not in the cache."""
         if self.block_table is not None:
             return _gather_pages(x, self.block_table[i], self.counts[i])
         return x[self.starts[i] : self.starts[i + 1]][: self.counts[i]]
@@ -641,10 +652,11 @@ def _refuse_misshapen(
     places: Mapping[str, Tensor | None],
     sinks: Tensor | None,
 ) -> None:
-    """Raises UsageError for tensors that are not dense, have another number of axes, or
-    have an axis of length 0 behind the first. Raises it too for `places` that hold no
-    integers: `cu_seqlens_q`, `cu_seqlens_k`, `seqused_k` and `block_table`, each a tensor
-    or None."""
+    """Raises UsageError for q, k or v that is not dense, has another number of axes, or
+    has an axis of length 0 behind the first; and for `sinks` that are not dense. Raises
+    it too for `places` that are not dense, hold no integers or have another number of
+    axes: `cu_seqlens_q`, `cu_seqlens_k`, `seqused_k` and `block_table`, each a tensor or
+    None."""
     paged = places["block_table"] is not None
     for name, x, axes in (("q", q, 3), ("k", k, 3 + paged), ("v", v, 3 + paged)):
         dense = x.layout is torch.strided and not x.is_meta
@@ -662,8 +674,9 @@ def _flash_attn_window(
     window_size: Sequence[int] | None, *, causal: bool
 ) -> Window | None:
     """Returns a case's window from flash-attention's `window_size` (left, right), where a
-    negative side is no limit; None without any limit. A `causal` call has 0 on the right.
-    Raises UsageError for another number of sides."""
+    negative side is no limit; None without any limit. A `causal` call with a limit has 0
+    on the right. Raises UsageError for another number of sides, if one of them is a
+    limit."""
     if window_size is None or not any(side >= 0 for side in window_size):
         return None
     if len(window_size) != 2:
@@ -673,8 +686,8 @@ def _flash_attn_window(
 
 
 def _refuse_no_integers(name: str, x: Tensor, axes: int) -> None:
-    """Raises UsageError for a tensor that holds no integers, or in another number of
-    axes."""
+    """Raises UsageError for a tensor that is not dense, that holds no integers, or that
+    has another number of axes. `name` is for the message."""
     integers = not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
     if not integers or x.ndim != axes or x.layout is not torch.strided or x.is_meta:
         expected = (
@@ -712,6 +725,6 @@ def _gather_pages(cache: Tensor, pages: Tensor, count: int) -> Tensor:
 
 def _as_case_tensor(x: Tensor) -> Tensor:
     """Returns a copy on the CPU of [length, heads, dim] as a case has it, [1, heads,
-    length, dim], with the same order in memory."""
+    length, dim]; in memory it is [length, heads, dim]."""
     copy = x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     return copy.transpose(0, 1).unsqueeze(0)

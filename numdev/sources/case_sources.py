@@ -164,7 +164,8 @@ class Drawn:
         """Returns the case with tensors drawn in fp32, on `device`, from the seed and the
         name of the configuration's entry (`config.entry`). So cells of its grid that
         differ only in how attention is computed share their inputs. Raises UsageError for
-        values that its regime cannot draw with."""
+        values that its regime cannot draw with, and for a call that is none
+        (`AttentionCase`)."""
         config, inputs = self.config, self.config.inputs
         shapes = Shapes(
             batch=config.batch,
@@ -260,8 +261,9 @@ class TensorFileSource(Source):
         self.notes += layers.notes(request.target)
 
     def describe(self) -> dict[str, object]:
-        """Returns the file's name, hash and origin, how many cases it has, and where
-        grad_out comes from. Reads the whole file for the hash."""
+        """Returns the file's name, hash and origin, how many cases it has, chosen or not,
+        and where grad_out comes from. Reads the whole file for the hash; raises OSError
+        where it cannot be read."""
         captured = dict.fromkeys(case.ref.source for case in self.stored.cases)
         return {
             "tensors": self.stored.path.name,
@@ -302,8 +304,8 @@ class CallsSource(Source):
         self.notes = layers.notes(request.target)
 
     def describe(self) -> dict[str, object]:
-        """Returns what a report says of the calls: their number, a hash of all their
-        tensors, and where they were captured."""
+        """Returns what a report says of the calls, chosen or not: their number, a hash of
+        all their fields, and where they were captured."""
         parts = {
             f"{case.ref.case} {field.name}": getattr(case, field.name)
             for case in self.calls
@@ -372,7 +374,8 @@ class CheckpointSource(Source):
     ) -> nn.Module:
         """Returns the model of opened weights, in the request's `model_dtype`. With
         `stream` it is one that can run only within `Streamed.running`, and
-        `self.streamed` is set. A model in memory is returned as it is."""
+        `self.streamed` is set. A model in memory is returned as it is. Raises UsageError
+        and MeasurementError where it cannot be built of these weights."""
         dtype = dtype_of(format_named(self.request.model_dtype))
         if self.request.stream and isinstance(opened, stored.Checkpoint):
             deferred = opened.deferred_model(dtype=dtype)
@@ -460,7 +463,8 @@ class CheckpointSource(Source):
     def _run(self, handle: Callable[[Located], None]) -> None:
         """Runs the model and calls `handle` with every call of the chosen layers; adds to
         `self.notes`. A streamed run ends with the last wanted layer where every layer
-        runs once. Raises as `capture`, and UsageError where calls were met and none is in
+        runs once. Raises MeasurementError where the model fails, a call cannot be
+        audited, or attention was not seen; UsageError where calls were met and none is in
         a chosen layer."""
         projections, layers = Projections(), capturing.Layers(self.request.layers)
         numbers, ends = set(self.numbers), False
@@ -500,8 +504,9 @@ class CheckpointSource(Source):
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields name and tensor of the stored weights of the chosen layers, and of those
-        that are in no numbered layer. Yields all where no layers are chosen, or the
-        model's attention modules have no numbers."""
+        that are in no numbered layer: the layer is the first number in a name. Yields all
+        where no layers are chosen, where the model has no attention module, or one
+        without a number. Raises MeasurementError for a damaged file."""
         asked = self.request.layers if self.numbers else None
         for name, tensor in self.checkpoint.tensors():
             layer = re.search(r"(?:^|\.)(\d+)\.", name)
@@ -513,10 +518,11 @@ def open_model_weights(
     request: AuditRequest,
 ) -> stored.Checkpoint | stored.StateDict:
     """Opens the request's weights without loading them: a Hugging Face directory as a
-    Checkpoint; a file, or a directory of bare weights, as a StateDict with the
-    factory `model`. Raises UsageError for a factory where the directory names its
-    model itself, and for `stream` with a factory; MeasurementError for an unfinished
-    distributed checkpoint; and as `open_state_dict` and `open_checkpoint`."""
+    Checkpoint; a file, or a directory of bare weights, as a StateDict with the factory
+    `model`. Raises UsageError for a factory where the directory names its model itself,
+    for `stream` with a factory, for a path without weights, and for bare weights without
+    a factory that can be imported. Raises MeasurementError for an unfinished distributed
+    checkpoint, and for damaged or missing files."""
     path = _checkpoint_path(request)
     refuse_unfinished(path)
     is_container = path.is_dir() and container_at(path) is not None

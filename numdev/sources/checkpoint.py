@@ -97,7 +97,8 @@ class StoredWeights:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Returns the files whose names and contents identify the weights."""
+        """Returns the files whose names and contents identify the weights. Raises
+        MeasurementError for damaged metadata of a distributed checkpoint."""
         return tuple(file for container in self.containers for file in container.files)
 
     @property
@@ -108,14 +109,14 @@ class StoredWeights:
 
     @property
     def vocab_size(self) -> int | None:
-        """Returns how many token ids the model has; None where the config does not
-        say."""
+        """Returns how many token ids the model has, by its config or the `text_config` in
+        it; None where neither says."""
         return first_positive(self.config, "vocab_size")
 
     @property
     def max_length(self) -> int | None:
-        """Returns the longest sequence, in tokens, that the model has positions for; None
-        where the config sets none."""
+        """Returns the longest sequence, in tokens, that the model has positions for, by
+        its config or the `text_config` in it; None where neither sets one."""
         limit = first_positive(self.config, *LENGTHS)
         if limit and POSITIONS_AFTER_PADDING.search(str(self.config.get("model_type"))):
             return limit - int(self.config.get("pad_token_id") or 0) - 1
@@ -143,8 +144,8 @@ class StoredWeights:
 
     def fitted(self, model: nn.Module) -> Self:
         """Returns the weights under this model's names: where all names in the model's
-        state dict begin with the prefix that was taken off, it is put back. Else returns
-        them as they are."""
+        state dict begin with the prefix that was taken off, a copy with it put back. Else
+        returns the weights themselves."""
         if self.prefix and all(
             name.startswith(self.prefix) for name in model.state_dict()
         ):
@@ -152,11 +153,11 @@ class StoredWeights:
         return self
 
     def tensors(self, *, tied: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yields name and value of every stored tensor, one at a time in file order, in
-        its stored format. Tied tensors share storage, as only a pickle can hold them:
-        they come once, by the first name, or with `tied` by each name. Raises
-        MeasurementError for a damaged file, for a tensor that is no dense array, and for
-        weights that are no real numbers."""
+        """Yields name (without `prefix`) and value of every stored tensor, one at a time
+        in file order, in its stored format. Tied tensors share storage, as only a pickle
+        can hold them: they come once, by the first name, or with `tied` by each name.
+        Raises MeasurementError for a damaged file, for a tensor that is no dense array,
+        and for weights that are no real numbers."""
         for container in self.containers:
             seen = set()
             for stored in container.tensors():
@@ -173,21 +174,24 @@ class Checkpoint(StoredWeights):
     """An opened Hugging Face checkpoint: its config is read, its weight files exist."""
 
     def start_identity(self) -> Callable[[], str]:
-        """Begins to hash config.json and the weight files in threads, and returns a
-        function that waits for the 64 hex digits that identify them."""
+        """Begins to hash config.json and the weight files in threads. Returns a function
+        that waits for the 64 hex digits that identify them; it raises OSError for a file
+        that cannot be read, and may be called again."""
         return storage.start_identity((self.path / "config.json", *self.files))
 
     def load_model(self, *, dtype: torch.dtype, device: str) -> nn.Module:
         """Returns transformers' model in eval mode on this device, its weights cast to
         `dtype`, its attention open to capture. Raises MeasurementError for an unknown
-        architecture, for weights that do not fit it, and for damaged files."""
+        architecture, for weights that do not fit it or are far fewer than its config asks
+        for, for damaged files, and for whatever transformers raises."""
         return self._build_model(dict(self.tensors(tied=True)), dtype).to(device).eval()
 
     def deferred_model(self, *, dtype: torch.dtype) -> nn.Module:
         """Returns transformers' model in eval mode on the CPU, with a `Deferred` without
-        values for every stored weight. Raises UsageError where the files are not
-        safetensors or accelerate is missing, MeasurementError for an unknown
-        architecture, and for weights that do not fit it."""
+        values for every stored weight that it has. Raises UsageError where the files are
+        not safetensors or accelerate is missing. Raises MeasurementError for an unknown
+        architecture, for damaged files and weights that do not fit it, and for a model
+        whose weights are changed in place while it is built."""
         if not all(container.is_lazy for container in self.containers):
             what = f"{self.path}: --stream: expected safetensors files"
             raise UsageError(what, hint="save_pretrained writes them")
@@ -211,9 +215,10 @@ class Checkpoint(StoredWeights):
         self, state: dict[str, Tensor], dtype: torch.dtype, **options: object
     ) -> nn.Module:
         """Returns transformers' model of the weights `state`. `options` are passed to its
-        from_pretrained. Raises MeasurementError for a config that asks for too much, and
-        for missing, unused or misshapen weights. May change `state`: scales of quantised
-        weights become one for each row and column."""
+        from_pretrained. Raises MeasurementError for an unknown architecture or
+        quantisation, for a config that asks for too much, for missing, unused or
+        misshapen weights, and for whatever transformers raises. May change `state`:
+        scales of quantised weights become one for each row and column."""
         self._refuse_counts(state)
         cls, config = self._model_class_and_config()
         self._refuse_larger(cls, config, state)
@@ -244,8 +249,10 @@ class Checkpoint(StoredWeights):
         return cast(nn.Module, model)
 
     def _refuse_counts(self, state: Mapping[str, Tensor]) -> None:
-        """Raises MeasurementError for a config whose counts of layers, experts or labels
-        alone would take all memory, or forever. `state`: the stored weights, by name."""
+        """Raises MeasurementError for a config that counts 10000 or more layers, depths,
+        experts or blocks, or more labels than the longest side of a stored tensor and
+        than FEW_LABELS. These alone would take all memory, or forever. `state`: the
+        stored weights, by name."""
         if many := MANY.search(json.dumps(dict(self.config))):
             what = f"config.json: asks for {many[0]}, more than numdev builds"
             raise MeasurementError(f"{self.path}: {what}", hint=storage.FETCH)
@@ -277,11 +284,11 @@ class Checkpoint(StoredWeights):
             raise MeasurementError(f"{self.path}: {what}", hint=storage.FETCH)
 
     def _even_out_blocks(self, state: dict[str, Tensor]) -> None:
-        """Gives each row and column of a quantised weight a scale of its own where its
-        blocks are not of one size: transformers would divide the weight into equal
-        blocks. Replaces these entries of `state` (`NAME_scale_inv`). Does nothing without
-        `weight_block_size` in the config. Raises KeyError for a scale without its
-        weight."""
+        """Gives each row, or column, of a quantised weight a scale of its own where its
+        blocks do not divide that side evenly: transformers would divide the weight into
+        equal blocks. Replaces these entries of `state` (`NAME_scale_inv`). Does nothing
+        without `weight_block_size` in the config. Raises KeyError for a scale without its
+        weight, ValueError for a weight of one axis."""
         quantisation: Any = self.config.get("quantization_config") or {}
         block = quantisation.get("weight_block_size")
         for name in [n for n in state if block and n.endswith("_scale_inv")]:
@@ -296,7 +303,7 @@ class Checkpoint(StoredWeights):
         """Returns the model class of transformers that the config names first, and the
         config as an object of transformers; weights in fp8 are to be dequantised. Raises
         MeasurementError for an unknown class or type, for a config that transformers
-        cannot read, and for other quantisations."""
+        cannot read, and for a quantisation other than fp8 with scales of blocks."""
         with quiet():
             import transformers
 
@@ -365,8 +372,10 @@ def load_tokenizer(directory: Path) -> Any | None:
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Opens the Hugging Face checkpoint in a directory without loading its weights.
-    Raises UsageError where it has no config.json or no weights; MeasurementError where a
-    file is damaged or missing, and for a config that is not transformers'."""
+    Raises UsageError where it has no config.json or no weights. Raises MeasurementError
+    where config.json, an index or a distributed checkpoint's metadata is damaged, where a
+    file that an index names is missing, and for a config that is not transformers'.
+    Weight files themselves are not looked into."""
     stored = path / "config.json"
     if not stored.is_file():
         refuse_directory(path)
@@ -393,7 +402,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def _tensor_names(containers: Sequence[Container]) -> list[str]:
     """Returns the names of all tensors in these containers, in the order in which they
-    are stored."""
+    are stored. Raises MeasurementError for a damaged container."""
     stored = itertools.chain.from_iterable(x.tensors() for x in containers)
     return [tensor.name for tensor in stored]
 
@@ -401,7 +410,7 @@ def _tensor_names(containers: Sequence[Container]) -> list[str]:
 def read_config(path: Path) -> dict[str, object]:
     """Returns a stored configuration as transformers reads it: `{"__float__":
     "Infinity"}` is infinity, and likewise -infinity and NaN. Raises MeasurementError
-    where the file is no JSON object."""
+    where the file is missing, or is no JSON object."""
 
     def number(stored: dict[str, object]) -> object:
         """Returns infinity, -infinity or NaN for an object that stands for it; any other
@@ -426,8 +435,8 @@ def _may_be_left_over(key: str, model: nn.Module) -> bool:
 
 
 def first_positive(config: Mapping[str, object], *names: str) -> int | None:
-    """Returns the first value that is an int above 0: under these keys of `config`, in
-    their order, then of its `text_config`. None where no key has one."""
+    """Returns the first value that is an int above 0 (True is 1): under these keys of
+    `config`, in their order, then of its `text_config`. None where no key has one."""
     text = config.get("text_config")
     places = (config, text if isinstance(text, Mapping) else {})
     sizes = (place.get(name) for place in places for name in names)
@@ -455,8 +464,9 @@ class StateDict(StoredWeights):
 
     def load_model(self, *, dtype: torch.dtype, device: str) -> nn.Module:
         """Returns the factory's model with the stored weights, cast to `dtype`, in eval
-        mode on this device. Raises UsageError for a factory that returns no module,
-        MeasurementError for one that raises, and for weights that are not the model's."""
+        mode on this device. Raises UsageError for a factory that returns no module;
+        MeasurementError for one that raises or exits, for damaged files, and for weights
+        that are not the model's."""
         model = self._build_model()
         # Where transformers is loaded, its models may be inside.
         transformers: Any = sys.modules.get("transformers")
@@ -522,10 +532,11 @@ class StateDict(StoredWeights):
 def open_state_dict(path: Path, factory: str | None) -> StateDict:
     """Opens the weights at `path`, and imports the factory `package.module:name` of their
     model. The config is what the file holds beside its tensors, under the first key of
-    CONFIGS; for a kind of file that holds tensors alone it is a config.json in the same
-    directory; else it is empty. Raises UsageError where `path` holds no weights, or the
+    CONFIGS that has a dict. For a kind of file that holds tensors alone, and for an
+    index, it is a config.json in the same directory; for a distributed checkpoint one
+    inside it; else it is empty. Raises UsageError where `path` holds no weights, or the
     factory is None or cannot be imported; MeasurementError for a file that is damaged or
-    holds no tensor."""
+    missing, or holds no tensor."""
     if not is_weights(path):
         accepted = f"{', '.join(SUFFIXES)}, {INDEX} or a distributed checkpoint"
         got = file_format(path)
@@ -577,7 +588,8 @@ CANNOT = "this model cannot be streamed; load it whole, without --stream"
 
 
 def read_to_device(stored: StoredTensor, device: torch.device) -> Tensor:
-    """Returns a stored tensor, read from disk now, on a device."""
+    """Returns a stored tensor, read from disk now, on a device. Raises MeasurementError
+    where its file is damaged or missing."""
     return stored.read().to(device)
 
 

@@ -67,12 +67,14 @@ class Container(Protocol):
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Returns the files whose names and contents identify it (`files.identity`)."""
+        """Returns the files whose names and contents identify it (`files.identity`).
+        Raises MeasurementError where it has to be opened for that and is damaged."""
 
     @property
     def nesting(self) -> str:
         """Returns the keys that stood before all names and were taken off, each with a
-        dot (`app.model.`); empty where no key was."""
+        dot (`app.model.`); empty where no key was. Raises MeasurementError where it has
+        to be opened for that and is damaged."""
 
     @classmethod
     def holds(cls, path: Path) -> bool:
@@ -80,13 +82,14 @@ class Container(Protocol):
         it; nothing is opened."""
 
     def tensors(self) -> Iterator[StoredTensor]:
-        """Yields every tensor, in the order in which they are stored. Raises
-        MeasurementError for a container that is damaged."""
+        """Yields every tensor of a model's weights, in the order in which they are
+        stored. Raises MeasurementError for a container that is damaged."""
 
     def beside(self) -> Mapping[str, object] | None:
         """Returns whatever a file holds, by key, the tensors' dicts included: a training
-        script's configuration is read from it. None for a kind of file that holds nothing
-        but tensors."""
+        script's configuration is read from it. None for a kind of which nothing but
+        tensors is read. Raises MeasurementError where it is opened for that and is
+        damaged."""
 
 
 @dataclass(frozen=True)
@@ -154,10 +157,11 @@ class TorchFile(_File):
     is_joined: ClassVar[bool] = False
 
     def tensors(self) -> Iterator[StoredTensor]:
-        """Yields the tensors of the first state dict under a key of NESTED, in its order,
-        else of the file's dict itself. Reads the whole file. Values that are no tensors
-        are passed over. Raises MeasurementError for a damaged file, one with Python
-        objects other than tensors, and one that holds no state dict."""
+        """Yields the tensors of the first dict with a tensor in it under a key of NESTED,
+        in its order, else of the file's dict itself. Reads the whole file. Values that
+        are no tensors are passed over. Raises MeasurementError for a damaged file, one
+        with Python objects other than tensors and plain values, and one that holds no
+        such dict."""
         content = read_pickle(self.path)
         for state in (*(content.get(key) for key in NESTED), content):
             named = state.items() if isinstance(state, dict) else ()
@@ -272,7 +276,8 @@ def containers_of_model(
 ) -> tuple[Container, ...]:
     """Returns the weights in a model's directory: the directory itself where it is a
     container, else the first file of `names` that exists, whole or as the shards of its
-    index. Raises UsageError, with this hint, where there are none."""
+    index. Raises UsageError, with this hint, where there are none; MeasurementError for a
+    damaged index, and for a file that it names and that is missing."""
     if container := container_at(directory):
         return (container,)
     for name in names:
@@ -305,7 +310,7 @@ def shards_of_index(index: Path, *, lack: bool = False) -> tuple[Container, ...]
 
 def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     """Yields name and tensor of a file, in the file's order. A file of an unknown kind is
-    read as safetensors. Raises MeasurementError for a damaged file."""
+    read as safetensors. Raises MeasurementError for a damaged or missing file."""
     for stored in _file_container(path).tensors():
         yield stored.name, stored.read()
 

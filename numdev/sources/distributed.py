@@ -69,8 +69,8 @@ class SplitTensor:
     pieces: tuple[Piece, ...]
 
     def read(self) -> Tensor:
-        """Returns the whole tensor, in its stored format. Raises MeasurementError, naming
-        the file, where a piece is missing or damaged, and where the pieces do not make up
+        """Returns the whole tensor, in its stored format. Raises MeasurementError where a
+        piece is missing or damaged, which it names, and where the pieces do not make up
         the tensor."""
         if not _covers_exactly(self.shape, self.pieces):
             what = f"{self.directory}: {self.name}: its pieces do not make up the tensor"
@@ -113,10 +113,11 @@ def refuse_unfinished(path: Path) -> None:
 def open_distributed(
     directory: Path,
 ) -> tuple[str, dict[str, SplitTensor], tuple[Path, ...]]:
-    """Returns three things: the keys that stood before all names, as `app.model.`; the
-    tensors of a distributed checkpoint by name, those under the first key of NESTED that
-    holds any, else all; and its files, the metadata first. Raises MeasurementError for
-    damaged metadata."""
+    """Returns three things: the keys that stood before the names, as `app.model.`; the
+    tensors of a distributed checkpoint by name, those behind these keys, or all where
+    there are none; and its files, the metadata first. The keys are a path up to the first
+    key of NESTED that any tensor has before its last key, else up to `app`. Raises
+    MeasurementError for damaged or missing metadata."""
     stored = read_metadata(directory)
     head = _leading_keys([x.path for x in stored])
     inside = [x for x in stored if x.path[: len(head)] == head]
@@ -128,7 +129,7 @@ def open_distributed(
 def _leading_keys(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
     """Returns the keys that lead to the model's weights. The keys of NESTED, then `app`,
     are looked for in this order: the first that stands before the last key of a path
-    gives that path up to and with it. Empty where no key does."""
+    gives the first such path up to and with it. Empty where no key does."""
     for key in (*NESTED, "app"):
         for path in paths:
             if key in path[:-1]:
@@ -157,8 +158,8 @@ def _covers_exactly(shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> bool:
 def read_metadata(directory: Path) -> list[SplitTensor]:
     """Returns the tensors of a distributed checkpoint, in its order, their values not yet
     read. What is no tensor is left out. Raises MeasurementError for metadata that asks
-    for anything but metadata (nothing is run), is damaged, names a file elsewhere, or has
-    no tensor."""
+    for anything but metadata (nothing is run), is missing or damaged, names a file
+    elsewhere, or has no tensor."""
     path = directory / METADATA
     places: dict[object, tuple[str, int, int]] = {}  # file, offset and length
     tensors = []

@@ -37,8 +37,8 @@ PREFIXES = ("_orig_mod.", "module.")  # of torch.compile and DistributedDataPara
 
 
 def name_of(directory: Path) -> str:
-    """Returns the name of a directory; for a snapshot in Hugging Face's cache, the
-    model's name `owner/model`."""
+    """Returns the last name of a path, links followed; for a snapshot in Hugging Face's
+    cache, the model's name: `owner/model`, or `model` without an owner."""
     whole = directory.resolve()
     model = whole.parents[1].name if whole.parent.name == "snapshots" else ""
     return model.partition("--")[2].replace("--", "/") or whole.name
@@ -69,8 +69,8 @@ def open_safetensors(path: Path) -> Any:
 
 def read_pickle(path: Path) -> dict[Any, Any]:
     """Returns the dict that torch.save wrote, of tensors and plain values, mapped where
-    the file is a zip archive; empty for another value. Raises MeasurementError as
-    `unpickled` does."""
+    the file is a zip archive; empty for another value. Raises MeasurementError for any
+    other object in it, and for a missing, damaged or compressed file."""
     state = unpickled(path)
     return state if isinstance(state, dict) else {}
 
@@ -190,9 +190,9 @@ def refuse_misfits(
     misshapen: Iterable[tuple[str, Sequence[int], Sequence[int]]],
 ) -> None:
     """Raises MeasurementError where weights at `path` do not fit their model, and names
-    them: `missing` are the model's that are not stored, `unused` the stored ones that it
-    lacks, `misshapen` has a weight's name, its stored shape and the model's. Returns
-    where all three are empty."""
+    the first of each kind, sorted: `missing` are the model's that are not stored,
+    `unused` the stored ones that it lacks, `misshapen` has a weight's name, its stored
+    shape and the model's. Returns where all three are empty."""
     problems = {
         "lacks weights": missing,
         "does not use": unused,
@@ -238,9 +238,10 @@ def blaming(path: Path, what: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def quiet(*others: ModuleType) -> Iterator[None]:
-    """Enters a context without log lines, warnings and progress bars of Python,
-    transformers and of `others`, modules with transformers' logging functions. Restored
-    at the end."""
+    """Enters a context without Python's log lines and warnings, and without progress bars
+    of transformers, huggingface_hub and `others`, modules with transformers' logging
+    functions. Restored at the end; only where those of transformers were off before,
+    huggingface_hub's progress bars stay off."""
     import transformers.utils.logging
     from huggingface_hub.utils.tqdm import (
         are_progress_bars_disabled,

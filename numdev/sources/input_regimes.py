@@ -53,7 +53,7 @@ class Draws:
 
     def integers(self, name: str, shape: tuple[int, ...], low: int, high: int) -> Tensor:
         """Returns integers uniform over low, ..., high - 1, int64, of this shape; `name`
-        picks the stream."""
+        picks the stream. `low` must be below `high`."""
         return self._draw_by_head("integers", name, shape, np.int64, low, high)
 
     def permutation(self, name: str, count: int) -> Tensor:
@@ -65,8 +65,8 @@ class Draws:
         self, law: str, name: str, shape: tuple[int, ...], dtype: DTypeLike, *of: int
     ) -> Tensor:
         """Returns numbers of numpy's distribution `law`, with parameters `of`, in this
-        shape; each head has a stream of its own, by its number and `name`. Heads are
-        drawn in threads."""
+        shape [batch, heads, ...]; each head has a stream of its own, by its number and
+        `name`."""
         batch, heads, *trailing = shape
         numbers = np.empty(shape, dtype=dtype)
 
@@ -175,8 +175,9 @@ def outliers(
 def sink(
     shapes: Shapes, draws: Draws, *, strength: float = 8.0, value: float = 0.1
 ) -> Inputs:
-    """Draws N(0, 1) such that key 0 scores higher by about `strength` in every row, and
-    its V is `value` times N(0, 1)."""
+    """Draws N(0, 1) such that, at the scale 1 / sqrt(head_dim), key 0 scores higher than
+    the others by about `strength` in every row, and its V is `value` times N(0, 1). The
+    other keys have no component along key 0."""
     q, k, v = standard_normal(shapes, draws)
     dim = shapes.head_dim
     direction = torch.full((dim,), dim**-0.5, dtype=torch.float32, device="cpu")
@@ -192,8 +193,8 @@ def ties(
     shapes: Shapes, draws: Draws, *, count: int = 2, strength: float = 8.0
 ) -> Inputs:
     """Draws inputs whose first `count` keys are equal and score higher than all others by
-    about `strength`; V is negative there. With more than kv_len all keys are equal.
-    Raises ValueError for a `count` below 1."""
+    about `strength`, at the scale 1 / sqrt(head_dim); V is negative there. With kv_len or
+    more all keys are equal. Raises ValueError for a `count` below 1."""
     _expect(count >= 1, "count >= 1")
     q, k, v = sink(shapes, draws, strength=strength, value=1.0)
     k[:, :, :count] = k[:, :, :1]
@@ -205,8 +206,9 @@ def border_ties(
     shapes: Shapes, draws: Draws, *, every: int = 64, strength: float = 8.0
 ) -> Inputs:
     """Draws inputs in which the keys on both sides of every multiple of `every` are equal
-    to key 0, which scores higher than the others by about `strength`. Raises ValueError
-    for `every` below 1."""
+    to key 0, which scores higher than the others by about `strength`, at the scale 1 /
+    sqrt(head_dim). Raises ValueError for `every` below 1, RuntimeError for `every` above
+    kv_len + 1."""
     _expect(every >= 1, "every >= 1")
     q, k, v = sink(shapes, draws, strength=strength, value=1.0)
     before = torch.arange(every - 1, shapes.kv_len, every)
@@ -243,9 +245,10 @@ def one_sign(shapes: Shapes, draws: Draws, *, least: float = 1.0) -> Inputs:
 def far_below(
     shapes: Shapes, draws: Draws, *, lse: float = -120.0, q: float = 1.0
 ) -> Inputs:
-    """Draws inputs whose log-sum-exp is about `lse` in every row. Feature 0 of every
-    query is `q`; that of every key is one number, which brings all scores down to what
-    `lse` needs. Raises ValueError for a `q` of 0."""
+    """Draws inputs whose log-sum-exp is about `lse` in every row, at the scale 1 /
+    sqrt(head_dim) and with all keys seen. Feature 0 of every query is `q`; that of every
+    key is one number, which brings all scores down to what `lse` needs. Raises ValueError
+    for a `q` of 0."""
     _expect(q != 0, "q other than 0")
     queries, keys, values = standard_normal(shapes, draws)
     # Scores of N(0, 1) alone have a log-sum-exp of about log(kv_len) + 1/2.
@@ -275,8 +278,9 @@ def near_constant_keys(shapes: Shapes, draws: Draws, *, spread: float = 0.01) ->
 
 
 def low_rank(shapes: Shapes, draws: Draws, *, rank: int = 2) -> Inputs:
-    """Draws K and V of rank `rank`: sums of that many outer products of N(0, 1), of
-    variance 1; q is N(0, 1). Raises ValueError for a `rank` below 1."""
+    """Draws K and V as sums of `rank` outer products of N(0, 1), scaled to the variance 1
+    and rounded to fp32: of rank `rank` but for that rounding, or less where their sides
+    are shorter. q is N(0, 1). Raises ValueError for a `rank` below 1."""
     _expect(rank >= 1, "rank >= 1")
 
     def one(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -295,7 +299,7 @@ def low_rank(shapes: Shapes, draws: Draws, *, rank: int = 2) -> Inputs:
 
 def correlated(shapes: Shapes, draws: Draws, *, rho: float = 0.9) -> Inputs:
     """Draws N(0, 1) entries; the tokens of a head are correlated, `rho` between any two.
-    Raises ValueError for a `rho` outside of [0, 1]."""
+    Raises ValueError for a `rho` outside of [0, 1], and for NaN."""
     _expect(0 <= rho <= 1, "rho within [0, 1]")
 
     def one(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -336,12 +340,14 @@ def biased_rounding(
     grad_sign: int = 1,
     v_bits: int = 8,
 ) -> Inputs:
-    """Draws inputs, with grad_out, for each condition of the biased-rounding chain:
-    `count` equal keys score `level` in a `share` of the rows, all other keys weigh `tail`
-    together, and |V| is `value` times larger at the equal keys. `v_sign` (V at equal
-    keys), `tail_sign` (V elsewhere) and `grad_sign` (dO): 1 is negative, -1 positive, 0
-    random. `v_bits`: significant bits of V. Raises ValueError for a parameter out of
-    range. Details: docs/hazards.md#biased_rounding."""
+    """Draws inputs, with grad_out, for each condition of the biased-rounding chain.
+    `count` equal keys score `level` in a `share` of the rows, at the scale 1 /
+    sqrt(head_dim). All other keys together weigh about `tail` times one of them there.
+    |V| is `value` times larger at the equal keys. `v_sign` (V at equal keys), `tail_sign`
+    (V elsewhere) and `grad_sign` (dO): 1 is negative, -1 positive, 0 random. `v_bits`:
+    significant bits of V. Raises ValueError for a `count` below 1, a `tail` below 0, a
+    `value` not above 0, a `share` outside of [0, 1], `v_bits` outside of 2 to 24, and
+    another sign. Details: docs/hazards.md#biased_rounding."""
     _expect(
         count >= 1 and tail >= 0 and value > 0 and 0 <= share <= 1,
         "count >= 1, tail >= 0, value > 0 and share within [0, 1]",
@@ -393,52 +399,60 @@ def _signs(name: str, shape: tuple[int, ...], sign: int, draws: Draws) -> Tensor
 
 def _rounded_to_bits(x: Tensor, bits: int = 8) -> Tensor:
     """Returns x rounded to `bits` significant bits, 0 where that is below SMALLEST in
-    magnitude; with 8 bits every number is exact in bfloat16 and in float16."""
+    magnitude. With 8 bits every number is exact in bfloat16, and in float16 where its
+    range reaches."""
     rounded = round_to(x, format_named(f"e8m{bits - 1}"))
     return rounded.masked_fill(rounded.abs() < SMALLEST, 0.0)
 
 
 def ones(shapes: Shapes, draws: Draws) -> Inputs:
-    """Draws N(0, 1) but for V = 1: every output is 1."""
+    """Draws N(0, 1) but for V = 1: every output of a row that sees a key is 1."""
     q, k, v = standard_normal(shapes, draws)
     return Inputs(q, k, torch.ones_like(v))
 
 
 def one_key(shapes: Shapes, draws: Draws) -> Inputs:
-    """Draws one key and its value, repeated kv_len times: every output is that value."""
+    """Draws one key and its value for each head, repeated kv_len times: every output of a
+    row that sees a key is that value."""
     q, k, v = standard_normal(shapes, draws)
     return Inputs(q, k[:, :, :1].expand_as(k).clone(), v[:, :, :1].expand_as(v).clone())
 
 
 def uniform(shapes: Shapes, draws: Draws) -> Inputs:
-    """Draws one key, repeated kv_len times, with V of N(0, 1): all scores of a row are
-    equal, and the output is the mean of V."""
+    """Draws one key for each head, repeated kv_len times, with V of N(0, 1): all scores
+    of a row are equal, and its output is the mean of V over the keys that it sees."""
     q, k, v = standard_normal(shapes, draws)
     return Inputs(q, k[:, :, :1].expand_as(k).clone(), v)
 
 
 def one_hot(shapes: Shapes, draws: Draws, *, margin: float = 80.0) -> Inputs:
-    """Draws inputs in which one key of every query, drawn among those that a causal mask
-    shows it, scores higher than all others by `margin` or more. Raises ValueError for a
-    `margin` that is not above 0."""
+    """Draws inputs in which one key of every query scores higher than all others by
+    `margin` or more, at the scale 1 / sqrt(head_dim); with a head_dim of 1, by half of
+    that. The key is drawn among those that a causal mask shows the query: the last query
+    sees the last key, or query i keys 0 to i where there are fewer keys than queries.
+    Raises ValueError for a `margin` that is not above 0."""
     return _sign_coded(shapes, draws, 1, margin)
 
 
 def two_hot(shapes: Shapes, draws: Draws, *, margin: float = 80.0) -> Inputs:
     """Draws inputs in which two equal keys of every query, half the length apart, score
-    higher than all others by `margin` or more: the output is the mean of two values.
-    Raises ValueError for a `margin` that is not above 0."""
+    higher than all others by `margin` or more, at the scale 1 / sqrt(head_dim); with a
+    head_dim of 1, by half of that. The output is the mean of two values where the row
+    sees both. With an odd kv_len the middle key has no equal. Raises ValueError for a
+    `margin` that is not above 0."""
     return _sign_coded(shapes, draws, 2, margin)
 
 
 def _sign_coded(shapes: Shapes, draws: Draws, copies: int, margin: float) -> Inputs:
-    """Returns inputs whose keys are different sign patterns, each repeated `copies`
-    times, and whose queries are the patterns of their keys, which score higher than the
-    others by `margin` or more. A pattern is the key's number in binary, each bit repeated
-    in as many features as there are, so that two keys' scores differ by a multiple of 2 *
-    repeats * (size of the entries) / sqrt(d). The entries are powers of two: exact in
-    every format. Where head_dim has too few features, the keys that get no pattern are
-    0. Raises ValueError for a `margin` that is not above 0."""
+    """Returns inputs whose keys are different sign patterns, each repeated `copies` times
+    (the last perhaps less often), and whose queries are the patterns of their keys. Such
+    a key scores higher than all others by `margin` or more at the scale 1 /
+    sqrt(head_dim), and with a head_dim of 1 by half of that. A pattern is the key's
+    number in binary, each bit repeated in as many features as there are, so that two
+    patterns' scores differ by a multiple of 2 * repeats * (size of the entries) /
+    sqrt(d). The entries of q and k are powers of two with either sign, or 0. Where
+    head_dim has too few features, the keys that get no pattern are 0. Raises ValueError
+    for a `margin` that is not above 0."""
     _expect(margin > 0, "margin > 0")
     distinct = -(-shapes.kv_len // copies)
     bits = min(shapes.head_dim, max(1, (distinct - 1).bit_length()))
@@ -490,8 +504,9 @@ REGIMES = {regime.__name__: regime for regime in _ALL}
 
 
 def checked_regime(name: str, options: Mapping[str, object]) -> Callable[..., Inputs]:
-    """Returns the regime `name`, a function of shapes and draws. Raises UsageError,
-    naming the closest, for an unknown regime, and for an option that it does not have."""
+    """Returns the regime `name`, a function of shapes and draws. Raises UsageError for an
+    unknown regime, and for the first of `options` that is no parameter of it; the values
+    of `options` are not looked at."""
     regime = REGIMES.get(name)
     if regime is None:
         raise UsageError(f"unknown input regime {name!r}", hint=closest(name, REGIMES))
@@ -516,8 +531,9 @@ def draw(
 ) -> Inputs:
     """Returns the inputs of the regime `name`, fp32, on the CPU; `label` gives cases of
     one audit different draws. With `gradients` also grad_out, the regime's, else N(0, 1);
-    it changes no q, k or v. Raises UsageError for an unknown regime or parameter, for
-    values that the regime cannot draw with, and where fp32 cannot hold what it draws."""
+    it changes no q, k or v. Without, grad_out is None. Raises UsageError for an unknown
+    regime or parameter, for values that the regime cannot draw with, and where a tensor
+    that it draws is not finite in fp32."""
     regime, draws = checked_regime(name, options), Draws(seed, label)
     try:
         inputs = regime(shapes, draws, **options)

@@ -126,8 +126,8 @@ class PipelineSource:
 
     def describe(self) -> dict[str, object]:
         """Returns what a report says of the source, by its field names: the pipeline's
-        name and hash, its denoiser and its prompt. Reads all of its files for the
-        hash."""
+        name and hash, its denoiser and its prompt. Reads its index and the files of its
+        parts for the hash; raises OSError where one cannot be read."""
         arguments = json.dumps(self.arguments, sort_keys=True).encode()
         described: dict[str, object] = {
             "checkpoint": name_of(self.path),
@@ -151,7 +151,8 @@ class PipelineSource:
         return described
 
     def _part_files(self) -> list[Path]:
-        """Returns the files of its parts that decide what it computes, sorted."""
+        """Returns the files in the folders of its parts, not in folders of these, that
+        decide what it computes, by their suffixes; sorted."""
         kinds = (".json", ".safetensors", ".txt", ".model")
         parts = (self.path / name for name in sorted(self.parts))
         every = sorted(file for part in parts for file in part.iterdir())
@@ -164,7 +165,7 @@ class PipelineSource:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields name and tensor of the denoiser's stored weights. Raises UsageError
-        without safetensors files."""
+        without safetensors files, MeasurementError for a damaged one."""
         for container in containers_of_model(self.path / self.part, WEIGHTS, WRITTEN_BY):
             for stored in container.tensors():
                 yield stored.name, stored.read()
@@ -174,8 +175,9 @@ class PipelineSource:
 
     def _load_part(self, name: str, dtype: torch.dtype) -> object:
         """Returns a part of the pipeline, loaded; a model in eval mode and cast to
-        `dtype`. Raises UsageError without safetensors files, MeasurementError for a class
-        that is not allowed, and for weights that are damaged or do not fit."""
+        `dtype`. Raises UsageError for a model without safetensors files; MeasurementError
+        for a class that is not allowed, for weights that are damaged or do not fit, and
+        for whatever the class raises."""
         directory, (library, kind) = self.path / name, self.parts[name]
         for file in sorted(directory.glob("*")):
             refuse_pointer(file)
@@ -207,7 +209,9 @@ class PipelineSource:
         same in words. The arguments are `prompt`, the lines of text files in turn, or
         without text drawn words of the pipeline's tokenizer; else `class_labels`, drawn.
         There are as many as `sequences`. Raises UsageError where the pipeline needs
-        anything else, and for texts without a line."""
+        anything else, for texts that it does not read, that cannot be read or have no
+        line, and for a pipeline that reads text and has no tokenizer to draw words of;
+        MeasurementError for a pointer of git-lfs."""
         takes = inspect.signature(type(self.pipeline).__call__).parameters
         count, seed = self.request.sequences, self.request.seed
         needed = [
@@ -259,7 +263,8 @@ class PipelineSource:
     def _run(self, handle: Callable[[capturing.Captured], None]) -> None:
         """Runs the pipeline and calls `handle` once with each call of the chosen steps
         and layers; latents are drawn on the CPU for every device. Adds to `self.notes`.
-        Ends after the last step that is wanted. Raises as `capture_run`, and UsageError
+        Ends after the last step that is wanted. Raises MeasurementError where the
+        pipeline fails, a call cannot be audited, or attention was not seen; UsageError
         where calls were met and none is in a chosen layer."""
         scheduler, wanted, now = self.pipeline.scheduler, self.request.steps, 0
         own_step = scheduler.step
@@ -335,7 +340,9 @@ class Painter(nn.Module):
         """Returns the denoised latents and the decoded image of the prompts with these
         numbers (their places in the source's prompts, from 0), int64 [images], at least
         one. The noise depends on the seed and the first number. The scheduler and the VAE
-        are changed while it runs. Raises MeasurementError where the pipeline fails."""
+        are changed while it runs. Raises MeasurementError where the pipeline fails,
+        IndexError for a number without a prompt, KeyError where the pipeline ends without
+        decoding."""
         scheduler, vae, chosen = (
             self.pipeline.scheduler,
             self.pipeline.vae,
@@ -434,12 +441,14 @@ class PictureSource:
         return {n: x for n, x in self.opened.describe().items() if n != "not_audited"}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields name and tensor of the denoiser's stored weights."""
+        """Yields name and tensor of the denoiser's stored weights. Raises UsageError
+        without safetensors files, MeasurementError for a damaged one."""
         return self.opened.weights()
 
     def load(self, dtype: torch.dtype) -> nn.Module:
         """Returns the pipeline as a model once more, loaded from disk in another format.
-        Raises as `PipelineSource`."""
+        Raises UsageError or MeasurementError where it can no longer be loaded, or for a
+        dtype of no format."""
         named = self.opened.request.model_copy(
             update={"model_dtype": format_of(dtype).name}
         )
@@ -447,10 +456,10 @@ class PictureSource:
 
 
 def _read_index(path: Path) -> tuple[str, dict[str, tuple[str, str]], dict[str, object]]:
-    """Returns the class of a pipeline; of its parts that are needed, (library, class) by
-    name; and its plain settings. Raises UsageError without diffusers, and for a part of
-    another library or without a plain name; MeasurementError for a damaged index or a
-    part whose folder is missing."""
+    """Returns the name of a pipeline's class; of its parts that are needed, (library,
+    class) by name; and its plain settings. Raises UsageError without diffusers, for an
+    index that names no class, and for a part of another library or without a plain name;
+    MeasurementError for a damaged or missing index, or a part whose folder is missing."""
     if find_spec("diffusers") is None:
         raise UsageError(
             "a pipeline needs diffusers", hint="pip install 'numdev[diffusers]'"
@@ -481,8 +490,8 @@ def _attended_input(case: AttentionCase, frame: capturing.Frame) -> Attends:
     """Returns what a call attends to. Its module (`frame`) was given an image,
     `hidden_states`, and may have been given `encoder_hidden_states`, each [batch,
     positions, channels] or a picture [batch, channels, height, width]. `joint`: there are
-    as many keys as both have positions together; `self`: only the image was given, and
-    there are as many keys as queries; else `cross`."""
+    as many keys as both have positions together; `self`: only the image was given, or it
+    was given as both, and there are as many keys as queries; else `cross`."""
     arguments = (
         inspect.signature(frame.module.forward)
         .bind(*frame.arguments, **frame.named)

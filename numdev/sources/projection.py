@@ -58,8 +58,10 @@ class Projections:
     def take(self, case: AttentionCase) -> Projection:
         """Returns the linear layer that makes the queries of a call (W_Q), and forgets
         what was recorded for the call, which is looked up by its name. Runs a copy of its
-        module again in fp64. Raises MeasurementError where no layer or several make them,
-        and where nothing is recorded."""
+        module again in fp64. Raises MeasurementError where that fails or makes other
+        queries; where no layer or several make them; where heads are not parts of the
+        layer's output; and where the call was not recorded as the first of a module with
+        a linear layer."""
         for frame in self.frames.pop(case.ref.case, ()):
             if any(map(_is_linear, frame.module.modules())):
                 return _projection_of_frame(frame, case)
@@ -83,8 +85,9 @@ Run = tuple[str, nn.Module, Tensor, Tensor]
 def _run_again(frame: Frame, case: AttentionCase) -> tuple[Tensor, list[Run]]:
     """Runs a copy of the frame's module in fp64, without its hooks, up to the attention
     call. Returns the queries of that call and the linear layers that ran. Raises
-    MeasurementError where the module fails in fp64, makes no call, or makes queries that
-    differ from the case's by more than 100 roundings of the largest."""
+    MeasurementError where the module fails in fp64, makes no call, or makes queries of
+    another shape or that differ from the case's by more than 100 roundings of the
+    largest. Where a NaN is in them their values are not compared."""
     ran: list[Run] = []
     kind = type(frame.module).__name__
     arguments, named = _map_tensors(
@@ -127,8 +130,8 @@ def _run_again(frame: Frame, case: AttentionCase) -> tuple[Tensor, list[Run]]:
 
 def _projection_of_frame(frame: Frame, case: AttentionCase) -> Projection:
     """Returns the projection of the one linear layer that makes the call's queries.
-    Raises MeasurementError where none or several do, and where heads are not parts of its
-    output."""
+    Raises MeasurementError where none or several do, where heads are not parts of its
+    output, and where the module does not make the same queries again in fp64."""
     q, ran = _run_again(frame, case)
     # The gradient that shows on which q depends has no pattern, so that no sum of it is
     # zero.
@@ -165,9 +168,9 @@ def _features_by_head(
 ) -> Tensor | None:
     """Returns the indices of the features of the layer's output that make q, head by
     head, int64 [heads * head_dim]. Where every head depends on all of them (a norm over
-    heads) they are in ascending order. None where each head does not have `head_dim`
-    features of its own. `spread`: a gradient at q; `touched`: the features on which all
-    of q depends."""
+    heads) they are in ascending order. None where these are not heads * head_dim
+    features, or where heads share some, unless every head has all. `spread`: a gradient
+    at q; `touched`: the features on which all of q depends."""
     if touched.numel() != q.shape[1] * q.shape[3]:
         return None
     each = []
@@ -207,8 +210,8 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 
 def _detached_frame(frame: Frame) -> Frame:
-    """Returns the frame with its tensors cut off from their graph, and without its count
-    of calls."""
+    """Returns the frame with its tensors cut off from their graph, None in place of
+    caches, and without its count of calls."""
     arguments, named = _map_tensors(Tensor.detach, frame)
     return Frame(module=frame.module, arguments=arguments, named=named)
 
@@ -217,7 +220,8 @@ def _map_tensors(
     change: Callable[[Tensor], Tensor], frame: Frame
 ) -> tuple[tuple[object, ...], Mapping[str, object]]:
     """Returns a frame's arguments and keywords with `change` applied to every tensor in
-    them. Caches become None, since the model has changed them by now."""
+    them, also inside tuples, lists and dicts. Caches become None, since the model has
+    changed them by now."""
 
     def is_cache(x: object) -> bool:
         """Whether x is a key-value cache of transformers."""

@@ -77,10 +77,11 @@ def model_inputs(
     request: AuditRequest, checkpoint: Checkpoint | StateDict, model: nn.Module
 ) -> Prompt:
     """Returns everything one run of the model needs: the inputs that the request names,
-    and the others drawn. The model of a StateDict gets what the file of `inputs` holds,
-    or else token ids alone, under `input_ids` or its first argument. Raises UsageError
-    for text where it would not be read, for `tokenizer` without `text`, and for an input
-    that cannot be drawn."""
+    and the others drawn, as many sequences as the file of `inputs` has. The model of a
+    StateDict gets what that file holds, or else token ids alone, under `input_ids` or its
+    first argument. Raises UsageError for text where it would not be read, for `tokenizer`
+    without `text`, for other options that do not go together or with the model, and for
+    an input that cannot be read or drawn; MeasurementError for a damaged file."""
     if request.tokenizer and not request.text:
         raise UsageError("--tokenizer is used only with --text", hint="give --text too")
     parts = [read_prompt(Path(request.inputs), model)] if request.inputs else []
@@ -138,9 +139,11 @@ def _text_prompt(
     request: AuditRequest, checkpoint: Checkpoint | StateDict, model: nn.Module
 ) -> Prompt:
     """Returns what a text model reads: the request's text files (for the demo its own),
-    else drawn token ids, no longer than the model's positions. Raises UsageError without
-    a tokenizer for a text, for token ids outside the vocabulary, and where the
-    vocabulary's size is unknown."""
+    else drawn token ids. Sequences are no longer than the model's positions, less the
+    tokens that it is to write. Raises UsageError for a text that cannot be read, without
+    a tokenizer for it, or with token ids outside the vocabulary; without a text, where
+    the vocabulary's size is unknown; and where no position is left. Raises
+    MeasurementError for a damaged tokenizer or a pointer of git-lfs."""
     texts = [Path(t) for t in request.text]
     if not texts and request.checkpoint == "demo":
         texts = [demo_checkpoint() / PROMPT]
@@ -197,11 +200,12 @@ def prompt_from_text(
     files: Sequence[Path], tokenizer: Any, *, length: int, sequences: int
 ) -> Prompt:
     """Returns up to `sequences` chunks of `length` tokens, special ones included, taken
-    in turn from the beginnings of UTF-8 files; every file gives at least one, even where
-    these are more than `sequences`. A file shorter than `length` gives one shorter chunk,
-    and the batch is padded on the tokenizer's side; it has an attention mask only then.
-    Raises UsageError for a file that cannot be read or holds no token, and where `length`
-    leaves no room."""
+    in turn from the beginnings of UTF-8 files, at least one; every file gives at least
+    one chunk, even where these are more than `sequences`. A file shorter than `length`
+    gives one shorter chunk, and the batch is padded on the tokenizer's side; it has an
+    attention mask only then. Raises UsageError for a file that cannot be read or holds no
+    token, and where `length` leaves no room; MeasurementError for a pointer of
+    git-lfs."""
     special = len(tokenizer("")["input_ids"])
     if length <= special:
         raise UsageError(
@@ -240,7 +244,7 @@ def prompt_from_text(
 def _token_chunks(text: str, tokenizer: Any, length: int) -> Iterator[list[int]]:
     """Yields the token ids of a text, tokenised once and divided: each chunk has up to
     `length` tokens, among them the special ones that the tokenizer puts before and after
-    a text. Nothing for a text without a token."""
+    a text. `length`: more than these. Nothing for a text without a token."""
     # transformers' own cutting (return_overflowing_tokens) gives a single chunk in some
     # versions.
     encoded = tokenizer(text, return_special_tokens_mask=True, verbose=False)
@@ -302,10 +306,11 @@ def needed_inputs(
 
 
 def read_prompt(path: Path, model: nn.Module) -> Prompt:
-    """Returns the tensors of a safetensors file as inputs; each is named after an
-    argument that the model's forward declares (`**kwargs` does not count) and is [batch,
-    ...]. Raises UsageError where there is no such file, no tensor, no such argument, or a
-    tensor of no dimension or element, MeasurementError for a damaged file."""
+    """Returns the tensors of a file as inputs, sorted by name: of a safetensors file, or
+    by its suffix (`.pt`) of one that torch.save wrote. Each is named after an argument
+    that the model's forward declares (`**kwargs` does not count) and is [batch, ...].
+    Raises UsageError where there is no such file, no tensor, no such argument, or a
+    tensor of no dimension or element; MeasurementError for a damaged file."""
     if not path.is_file():
         raise UsageError(
             f"{path}: no such file", hint="--inputs takes a safetensors file"
@@ -334,7 +339,8 @@ def draw_input(
 ) -> Prompt:
     """Returns the argument `name` of the model for `count` sequences, drawn with a seed:
     token ids of a decoder, at most `length` of them, or images and spectrograms of N(0,
-    1), of the sizes in its config. Raises UsageError for one that cannot be drawn."""
+    1), of the sizes in its config. Raises UsageError for another name, and for sizes that
+    the config does not have."""
     config: Any = getattr(model, "config", None)
     if name == "decoder_input_ids":
         text = config.get_text_config(decoder=True)

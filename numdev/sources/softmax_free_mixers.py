@@ -22,9 +22,11 @@ PROJECTIONS = (nn.Linear, nn.Conv1d)
 
 
 def is_mixer(module: nn.Module) -> bool:
-    """Whether a module mixes tokens without a softmax: an RNN of PyTorch; or a module
-    with a Linear or Conv1d among its children, and no ModuleList inside, whose class
-    name, depthwise convolution or state decay says so."""
+    """Whether a module mixes tokens without a softmax. True for an RNN of PyTorch
+    (`nn.RNNBase`). True too for a module with a Linear or Conv1d among its children, no
+    ModuleList inside, and one of these signs: a class name of KINDS; a child that is a
+    depthwise Conv1d or has `conv1d` in its name; a child or a parameter of its own with a
+    name of STATES."""
     if isinstance(module, nn.RNNBase):
         return True
     children = dict(module.named_children())
@@ -49,8 +51,9 @@ def _is_depthwise(module: nn.Module) -> bool:
 
 
 def _class_name(module: nn.Module) -> str:
-    """Returns the name of a module's class without that of its transformers family, as
-    its file `modeling_FAMILY` has it."""
+    """Returns the name of a module's class without the name of its transformers family at
+    the beginning, in any case. The family is what its file `modeling_FAMILY` has, without
+    underscores; for a class of any other module, the whole name of that module."""
     name, family = (
         type(module).__name__,
         type(module).__module__.rpartition(".modeling_")[2],
@@ -63,7 +66,8 @@ def outermost_mixers(
     model: nn.Module, attends: Callable[[nn.Module], bool]
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yields (name, module) of the outermost mixers, in the model's order. What is inside
-    a mixer, or inside a module for which `attends` is true, is left out."""
+    a mixer, or inside a module for which `attends` is true, is left out; but what is
+    inside the model itself is looked at, whatever the model is."""
     outer: list[str] = []
     for name, module in model.named_modules():
         if any(f"{name}.".startswith(f"{other}.") for other in outer if other):

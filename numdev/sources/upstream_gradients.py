@@ -89,9 +89,9 @@ def find_upstream(model: nn.Module, inputs: Mapping[str, Tensor], seed: int) -> 
 
 def loss_of(answer: object) -> Tensor | None:
     """Returns the loss in what a model returned, a floating-point tensor without
-    dimensions: its `loss` (an attribute, or a key of a dict), else the answer itself. Of
-    a tuple or list it is the only element that is such a tensor. None where there is
-    none, or several."""
+    dimensions: its `loss` where it has one (an attribute, or else a key of a dict), else
+    the answer itself. Of a tuple or list it is the only element that is such a tensor.
+    None where there is none, or several."""
     of_keys = answer.get("loss") if isinstance(answer, Mapping) else answer
     loss = getattr(answer, "loss", of_keys)
     parts = loss if isinstance(loss, tuple | list) else [loss]
@@ -148,8 +148,8 @@ class TrainingStep:
         self.waiting: deque[tuple[AttentionCase, Any, tuple[int, ...]]] = deque()
 
     def hold(self, case: AttentionCase, out: Tensor) -> Tensor:
-        """Stores a call, and returns its output for the model to go on with, made to
-        require a gradient where grad mode is on."""
+        """Stores a call, and returns its output for the model to go on with: in grad mode
+        one that requires a gradient, a copy where `out` did not; else `out` itself."""
         edge = None
         if torch.is_grad_enabled():
             if not out.requires_grad:  # cloned, for a leaf must not be overwritten
@@ -162,7 +162,8 @@ class TrainingStep:
     def differentiate(self, loss: Tensor | None) -> None:
         """Computes the gradient of `loss` at the output of every call. There are none
         where `loss` is None or depends on no call. The graph is freed. Raises
-        MeasurementError where the model has since overwritten what it attended over."""
+        MeasurementError where the model has since overwritten what it attended over, and
+        what autograd raises."""
         for case, _, versions in self.waiting:
             if versions != _write_counts(case):
                 what = f"{case.ref.module}: the model overwrites what it attended over"
@@ -181,8 +182,8 @@ class TrainingStep:
     def hand_over(self, on_call: Callable[[AttentionCase], object]) -> tuple[str, ...]:
         """Calls `on_call` with every call and its gradient, in the order in which they
         were made, and forgets each. Where the loss's gradient for a call is missing, 0
-        everywhere, or not finite, a drawn one takes its place. Returns the names of these
-        cases."""
+        everywhere, or not finite in some element, a drawn one takes its place. Returns
+        the names of these cases."""
         drawn = []
         while self.waiting:
             case, grad, _ = self.waiting.popleft()

@@ -77,10 +77,11 @@ def nonfinite_inputs(case: AttentionCase) -> dict[str, int]:
 
 
 def overflowing_inputs(case: AttentionCase, formats: Iterable[Format]) -> dict[str, int]:
-    """Returns by the format's name how many finite elements of a call's inputs are beyond
-    its largest number, of all inputs together. Formats that hold all are left out; the
-    case's own and wider ones always do. NaN and infinity do not count. A mask does not
-    overflow: it saturates (`AttentionCase.rounded_to`)."""
+    """Returns by the format's name how many finite elements of a call's inputs are
+    infinite or NaN when they are rounded to it, of all inputs together. Formats in which
+    none is are left out, and so are those whose largest number is that of the case's
+    format or above it. A mask does not overflow: it saturates
+    (`AttentionCase.rounded_to`)."""
     narrower = [fmt for fmt in formats if fmt.largest < case.format.largest]
     if not narrower:
         return {}
@@ -109,9 +110,9 @@ def _float_inputs(case: AttentionCase) -> dict[str, Tensor]:
 
 
 def _gradient_bound(case: AttentionCase, tensor: str) -> Tensor:
-    """Returns a bound on the elements of a gradient (dq, dk or dv) for each of its heads,
-    [H] or [kv_heads], over the batch: |dP - delta| <= 2 |dO_i| max |V_j| row by row, and
-    a row of P sums to 1 at most (a soft cap's slope is at most 1). The case must have
+    """Returns a bound on the size of the elements of a gradient: [H] for dq, [kv_heads]
+    for dk and dv, over the batch. |dP - delta| <= 2 |dO_i| max |V_j| row by row, and a
+    row of P sums to 1 at most (a soft cap's slope is at most 1). The case must have
     grad_out."""
     assert case.grad_out is not None
     q, k, v, dO = (x.double() for x in (case.q, case.k, case.v, case.grad_out))

@@ -32,9 +32,11 @@ def of_queries(case: AttentionCase, head: int, b: Tensor, i: Tensor) -> dict[str
     head, by name, fp64 [n] each. `sees`: how many keys the row sees; `position`: how many
     of these lie before its own position; `tied`, `nearly_tied`: how many score as its
     maximum does, or within 0.001 of it; `carriers`: the fewest keys that have CARRIED of
-    its probability; `max_probability`, `lse`, `first_key` (P of key 0), `entropy`,
-    `one_sign`; `sink` only for a call with sinks. In a row that sees no key `sees` is 0,
-    and most others are NaN or mean nothing."""
+    the probability of keys; `max_probability` of a key; `lse`, in which a sink counts;
+    `first_key` (P of key 0); `entropy` in nats, of keys and sink; `one_sign`: 1 where V
+    has one sign at all carriers in every feature, less where signs differ; `sink` (its P)
+    only for a call with sinks. In a row that sees no key `sees` is 0, and most others are
+    NaN or mean nothing."""
     part = case.restrict(heads=[head])
     in_batch_entry = (b, 0, torch.arange(len(b), device=b.device))
     S = _score_rows(part, i, slice(0, case.kv_len))[in_batch_entry]  # [n, kv_len]
@@ -72,9 +74,11 @@ def of_keys(
     case: AttentionCase, head: int, b: Tensor, j: Tensor, lse: Tensor
 ) -> dict[str, Tensor]:
     """Returns fields of `report.WorstRow` of keys j [n] of batch entries b [n] in a kv
-    head, by name, fp64 [n] each, over all query heads and queries that read the key:
-    `sees` (how many see it), `position`, `carriers`, `max_probability`, `mass` (the sum
-    of its P). `lse` [B, H, q_len] is the log-sum-exp of all query heads."""
+    head, by name, fp64 [n] each, over all queries of all query heads that read the key:
+    `sees` (how many see it), `position` (how many of these stand before the key's own
+    position), `carriers` (the fewest that give CARRIED of its mass), `max_probability`,
+    `mass` (the sum of its P). `lse` [B, H, q_len] is the log-sum-exp of all query
+    heads."""
     heads = slice(head * case.group, (head + 1) * case.group)
     S = _score_rows(case.restrict(kv_heads=[head]), slice(0, case.q_len), j)
     S = S[b, :, :, torch.arange(len(b), device=b.device)]  # [n, group, q_len]

@@ -105,7 +105,7 @@ def sentence(row: WorstRow, usual: Rows) -> str:
     unusual: `row 5 (of 64; batch entry 0) has 12× the error predicted for it: 3 keys
     share its maximum, P = 0.3 each.` `usual`: the numbers of usual rows of its head.
     Where nothing is unusual it says `nothing stands out`, and with fewer than LEAST usual
-    rows how many there were. Of a row that sees nothing it says that alone."""
+    rows how many there were. Of a row that sees nothing it names no other property."""
     is_key = tensor_spec(row.tensor).sums_over_rows
     if row.sees == 0:
         properties = ["no query sees it" if is_key else "it sees no key"]
@@ -130,9 +130,9 @@ def sentence(row: WorstRow, usual: Rows) -> str:
 def outstanding(row: WorstRow, usual: Rows) -> dict[str, float]:
     """Returns the properties of a row that are unusual, by name, in the order in which
     they are mentioned, each with its median over the usual rows. A property is unusual
-    that is at least three standard deviations and its own `step` from the median. A
-    property with fewer than LEAST usual values is left out, but for `tied`, whose usual
-    value is 1 then."""
+    that is at least three standard deviations and its own `step` from the median, on the
+    `side` that counts for it. A property with fewer than LEAST usual values is left out,
+    but for `tied`, whose usual value is 1 then."""
     medians = {}
     for name, rule in PROPERTIES.items():
         value = getattr(row, name)

@@ -60,7 +60,7 @@ def worst_rows(
     identity: Mapping[str, object] | None = None,
 ) -> list[WorstRow]:
     """Returns the `count` worst rows, the worst first, of the head where a row errs most;
-    empty where no row errs.
+    fewer where fewer err, empty where no row errs.
 
     `case` is whole; `output`, its yardstick `y` and `predicted` [B, len(heads), rows,
     features] are of its query heads `heads` for out and dq, of kv heads for dk and dv,
@@ -163,8 +163,9 @@ class RowErrors:
 
 def _measure_rows(o: Tensor, y: Yardstick, predicted: Tensor | None) -> RowErrors:
     """Returns the errors of all rows of an output `o` [B, heads, rows, features], fp64.
-    Elements that are not finite in it, or in the prediction, do not count. `ratio` is
-    relative to the prediction, or where that is None to the norm of the row's terms."""
+    Elements that are not finite in it, in the reference or in the prediction do not
+    count. `ratio` is relative to the prediction, or where that is None to the norm of the
+    row's terms; there it is 0 in a row without an error."""
     nonfinite = (y.usable & y.floor_finite & ~finite(o)).sum(dim=-1)
     usable = y.usable & finite(o)
     if predicted is not None:
@@ -196,9 +197,10 @@ def _split_by_row(columns: Mapping[str, Tensor]) -> list[dict[str, float | None]
 
 def _worst_places(order: Tensor, y: Yardstick, head: int, count: int) -> list[int]:
     """Returns the places in [B, rows], flattened, of the `count` worst rows of a head,
-    the worst first; fewer where fewer err. `order` [B, rows]: the larger the worse. Left
-    out is a row whose exact result is that of a worse row at the same place of another
-    batch entry. `head`: the head's index in `y`."""
+    the worst first; fewer where fewer err. `order` [B, rows]: the larger the worse, 0
+    without an error. Left out is a row whose exact result, and log-sum-exp where `y` has
+    it, is that of a worse row at the same place of another batch entry. `head`: the
+    head's index in `y`."""
     ranked = order.flatten().argsort(descending=True, stable=True)[: count * len(order)]
     ranked = ranked[order.flatten()[ranked] > 0]
     # A repeat has the exact result of a worse row, at the same place of another sequence.

@@ -84,10 +84,12 @@ def attribute(
     group: int = 1,
 ) -> Attribution | None:
     """Returns which roundings explain the error of `output` [B, H, rows, d] against
-    `exact`, or which come nearest and why they do not. None where the error is 0 or
-    infinite. `scale` [B, H, rows]: norms of the rows' terms; `fmt`: the working format;
-    `claim`: options of `emulated` that are tried first, or None; `emulate`: returns the
-    tensor for such options; `tensor`: out, dq, dk or dv; `group`: query heads to a kv
+    `exact`, or which come nearest and why they do not. Rows count in which both are
+    finite and `scale` is at least the smallest normal number of `fmt`; None where the
+    error of these is 0 or infinite. `scale` [B, H, rows]: norms of the rows' terms;
+    `fmt`: the working format; `claim`: options of `emulated`, tried in place of the
+    preset of PRESETS that they name (`fa2` without a name), or None; `emulate`: returns
+    the tensor for such options; `tensor`: out, dq, dk or dv; `group`: query heads to a kv
     head. Raises UsageError for a claim with unknown names or values, and what `emulate`
     raises."""
     weight = row_weights(output, exact, scale, fmt)
@@ -134,8 +136,9 @@ def attribute(
 
 def row_weights(output: Tensor, exact: Tensor, scale: Tensor, fmt: Format) -> Tensor:
     """Returns a weight for each row, [B, H, rows, 1]: 1 / scale, and 0 where the scale is
-    below the format's smallest normal (one error there outweighs all others) or something
-    is not finite. `scale` is [B, H, rows], the other tensors [B, H, rows, d]."""
+    below the format's smallest normal (one error there outweighs all others) or an
+    element of `output` or `exact` is not finite. `scale` is [B, H, rows], the other
+    tensors [B, H, rows, d]."""
     finite = output.double().isfinite().all(-1) & exact.isfinite().all(-1)
     usable = (scale >= fmt.smallest_normal) & finite
     return torch.where(usable, 1 / torch.where(usable, scale, 1.0), 0.0)[..., None]
@@ -194,7 +197,7 @@ def _sum_variants(claim: Claim, tensor: str, group: int) -> Iterator[Claim]:
     """Yields variants of a claim with other sums of the gradient and other sources of
     delta, with the tiles that matter then; nothing for the output. Sums over a group of
     heads vary for dk and dv alone, where `group` is above 1; sources of delta for dq and
-    dk alone."""
+    dk alone. Raises UsageError for a claim with unknown names or values."""
     if tensor == "out":
         return
     grouped = tensor != "dq" and group > 1
@@ -209,8 +212,8 @@ def _sum_variants(claim: Claim, tensor: str, group: int) -> Iterator[Claim]:
 
 def _tile_variants(claim: Claim, tensor: str) -> Iterator[Claim]:
     """Yields variants of a claim with other tiles: for dq and the output tiles of keys in
-    both orders, for dk and dv tiles of queries. For a gradient it yields nothing unless
-    the gradient's sum is rounded to the working format after each tile. Raises UsageError
+    both orders, for dk and dv tiles of queries. For a gradient it yields nothing unless a
+    tile's product or the running sum is rounded to the working format. Raises UsageError
     for a claim with unknown names or values."""
     recipe = recipe_of(claim)
     if tensor != "out" and all(

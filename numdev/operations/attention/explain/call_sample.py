@@ -59,8 +59,9 @@ class Probe:
         entries and MAX_ROWS rows (`rows_of`), with what the kernel returned, `out` [B, H,
         q_len, v_dim]; `errors` [B, len(heads), q_len] is the size of rows' errors.
         `whole`: the reference's output of the whole case, or None; `every`: take all
-        batch entries and rows, where that is no more than SCORES scores; `entry`: take
-        this batch entry alone; None: the ones that err most."""
+        rows, and all batch entries without `entry`, where those of the call are no more
+        than SCORES scores; `entry`: take this batch entry alone; None: the ones that err
+        most."""
         every = every and len(errors) * len(heads) * case.q_len * case.kv_len <= SCORES
         most = len(errors) if every else MAX_BATCH
         batch = (

@@ -205,9 +205,9 @@ class Backward:
 
     def step(self, loss: Loss) -> dict[str, Tensor]:
         """Returns dq, dk and dv, by name, of FlashAttention-2's backward pass with one
-        step coarser: fp32 tensors rounded to the working format. dk and dv of the query
-        heads of a group are summed in fp32. Raises UsageError for a case without
-        grad_out."""
+        step coarser: fp32 tensors rounded to the working format. The slope of a soft cap
+        is left out. dk and dv of the query heads of a group are summed in fp32. Raises
+        UsageError for a case without grad_out."""
         case, working, tile = self.case, self.case.format, loss.tile
         Q, dO = case.q.float(), upstream(case).float()
         K, V = (x.repeat_interleave(case.group, 1).float() for x in (case.k, case.v))
@@ -250,8 +250,8 @@ def residuals(x: Tensor, exact: Tensor, terms: Tensor, tried: Tensor) -> Tensor:
     """Returns for each head of x [B, H, rows, d] the share of its error against `exact`
     that is left against `tried`, [H]. The share is a ratio of norms, taken plainly and
     with every row divided by the norm of its `terms`; the larger of the two is returned.
-    It is infinite in a head without an error. Elements that are not finite in x, `exact`
-    or `tried` are left out."""
+    It is infinite in a head without an error, or without one in rows that have terms.
+    Elements that are not finite in x, `exact` or `tried` are left out."""
     usable = x.isfinite() & exact.isfinite() & tried.isfinite()
     size = terms.norm(dim=-1, keepdim=True)
     shares = []
@@ -283,9 +283,10 @@ def imprecision(
     out. Empty for calls of more than MOST_SCORES scores or formats without a dtype. Steps
     are tried in the order of `losses` or `gradient_losses`, and no more after one that
     explains more than 97 % of some head; of those tried the best is taken. `returned`:
-    whole tensors of the call; `exact`: its reference; `terms`: the term scale by tensor;
-    `wrong`: what to explain, `("out",)` alone or gradients, at least one; `hints`: the
-    steps of other calls, which alone are tried, all of them; None: all."""
+    whole tensors of the call, `out` and those of `wrong`; `exact`: its reference;
+    `terms`: the term scale by tensor; `wrong`: what to explain, `("out",)` alone or
+    gradients, at least one; `hints`: the steps of other calls, which alone are tried, all
+    that show in `wrong` and whose tiles are smaller than the call; None: all."""
     if case.q.shape[:3].numel() * case.kv_len > MOST_SCORES or case.working is not None:
         return {}
     S = all_scores(case).float()

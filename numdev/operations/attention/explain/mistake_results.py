@@ -41,9 +41,9 @@ LEAST_ROWS = 8  # it takes to estimate a factor on one half and judge it on the 
 
 
 def alternatives(probe: Probe) -> Iterator[Alternative]:
-    """Yields every named mistake that is possible in this call and would change what is
-    computed, without the factors, which `estimated` has. An alternative's `answer` is not
-    computed until it is called."""
+    """Yields the named mistakes that are possible in this call, without the factors,
+    which `estimated` has. An alternative's `answer` is not computed until it is
+    called."""
     case, of = probe.case, instances(probe.case)
     for cause, variant in variants(case):
         answer = partial(Probe.answer, case=variant)
@@ -240,9 +240,9 @@ def estimated(probe: Probe) -> Iterator[tuple[Alternative, float]]:
     """Yields the mistakes that are a factor (of the scale, the output, the row sum, a
     sink), and the single dropped key that fits best. Each comes with how many times
     smaller it makes the residual. Factors are estimated on every other row and judged on
-    the remaining ones; the dropped key is judged on all. Left out are factors within 2u
-    of the value that changes nothing; nothing is yielded where fewer than LEAST_ROWS rows
-    see a key."""
+    the remaining ones; the dropped key is judged on all. Left out are factors that cannot
+    be estimated, or are within 2u of the value that changes nothing. Nothing is yielded
+    where fewer than LEAST_ROWS rows see a key."""
     shape = probe.exact.empty.shape
     if int((~probe.exact.empty).sum()) < LEAST_ROWS:
         return
@@ -309,8 +309,8 @@ def _with_added_row_sum(p: Probe, factor: float) -> Reference:
 
 def in_digits(factor: float) -> str:
     """Returns an estimated factor rounded to four significant digits, three below 0.1,
-    without zeros at the end: 11.31, 0.0312, 12350 for 12345.6; with an exponent below
-    1e-4 and from 1e9 on."""
+    without zeros at the end of a fraction: 11.31, 0.0312, 12350 for 12345.6; with an
+    exponent below 1e-4 and from 1e9 on."""
     shown = f"{factor:.4g}" if abs(factor) >= 0.1 else f"{factor:.3g}"
     # The rounded one: 9999.8 and 10000.2 are the same factor in words
     rounded = float(shown)
@@ -327,7 +327,8 @@ def _least_squares_factor(p: Probe, fit: Tensor, x: Tensor, y: Tensor) -> float:
 
 
 def _row_sum(p: Probe) -> Tensor:
-    """Returns sum_j exp(S_j - max S), fp64 [b, h, rows, 1]."""
+    """Returns sum_j exp(S_j - max S), fp64 [b, h, rows, 1], in which a sink counts. NaN
+    or infinite in a row that sees no key."""
     return (p.exact.lse - p.scores.amax(dim=-1)).exp()[..., None]
 
 
@@ -382,9 +383,9 @@ def _estimate_scale_factor(p: Probe, fit: Tensor) -> float | None:
 
 
 def refined(error: Callable[[float], Tensor], at: float = 0.0) -> float:
-    """Returns where the norm of `error` (a function of one number that returns a tensor
-    of fixed shape) is least, by four Gauss-Newton steps from `at`; steps of STEP or more
-    are not taken."""
+    """Returns about where the norm of `error` (a function of one number that returns a
+    tensor of fixed shape) is least near `at`, after four Gauss-Newton steps from there;
+    steps of STEP or more are not taken."""
     for _ in range(4):
         error_at = error(at)
         rise = (error(at + 1e-5) - error_at) / 1e-5

@@ -157,7 +157,7 @@ def _causal_mistakes(case: AttentionCase) -> Changes:
 def _window_mistakes(case: AttentionCase) -> Changes:
     """Yields mistakes of the window, each with the changed fields: ignored, off by one
     key on a side, ignored on a side, or counted in whole tiles (in calls of at most
-    MOST_SCORES scores); nothing without a window."""
+    MOST_SCORES scores to a head); nothing without a window."""
     if case.window is None:
         return
     yield "the window is ignored", {"window": None}
@@ -203,9 +203,9 @@ def _window_at_offset(case: AttentionCase, step: int) -> Window | None:
 
 
 def _mask_mistakes(case: AttentionCase) -> Changes:
-    """Yields mistakes of the mask, each with the changed fields: ignored (also with the
-    causal mask), inverted, subtracted, scaled, transposed, of another head or batch
-    entry; nothing without a mask."""
+    """Yields mistakes of the mask, each with the changed fields, as that it is ignored
+    (also with the causal mask), inverted, subtracted, scaled, transposed, or that of
+    another head or batch entry; nothing without a mask."""
     mask = case.mask
     if mask is None:
         return
@@ -352,8 +352,9 @@ def hiding(case: AttentionCase, shown: Tensor) -> CaseChanges:
 
 
 def _pad_keys(case: AttentionCase, more: int) -> CaseChanges:
-    """Returns k, v and mask with `more` keys of zeros at the end that every query sees,
-    as fields to change."""
+    """Returns k, v and mask with `more` keys of zeros at the end, as fields to change. A
+    mask with an axis of keys shows them to every query; one that broadcasts over keys
+    stays."""
     k, v = (torch.nn.functional.pad(x, (0, 0, 0, more)) for x in (case.k, case.v))
     mask = case.mask
     if mask is not None and mask.shape[-1] > 1:

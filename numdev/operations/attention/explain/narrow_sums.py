@@ -61,9 +61,10 @@ class Sums:
     def of(cls, case: AttentionCase, tensor: str, out: Tensor, lse: Tensor) -> Sums:
         """Returns the sums of a gradient (`tensor`: dq, dk or dv) of a call, by
         FlashAttention-2's backward pass after the output `out` [B, H, q_len, v_dim] that
-        a kernel returned; `lse`: the exact log-sum-exp [B, H, q_len]. Over a group of
-        query heads dk and dv are summed in fp32. Raises UsageError for a case without
-        grad_out."""
+        a kernel returned; `lse`: the exact log-sum-exp [B, H, q_len]. The terms (keys of
+        dq, queries of dk and dv) must be more than the least tile of TILES. Over a group
+        of query heads dk and dv are summed in fp32. Raises UsageError for a case without
+        grad_out, or of a format that torch has no dtype for."""
         Q, dO, O = (x.float() for x in (case.q, upstream(case), out))
         K, V = (x.float().repeat_interleave(case.group, dim=1) for x in (case.k, case.v))
         X = Q @ K.mT * case.scale
@@ -147,8 +148,8 @@ def _ordered_tilings(products: Tensor) -> Iterator[Tensor]:
 
 def _round_running_sum(case: AttentionCase, tiles: Tensor) -> Tensor:
     """Returns the running sum of tiles [tiles, ...], which is rounded to the case's
-    format before each tile is added. A sum is not rounded where all that is still to come
-    is less than one unit in its last place: then it is rounded as the cast rounds."""
+    format before each tile is added. An element is not rounded where all that is still to
+    come is at most one unit in its last place: then it is rounded as the cast rounds."""
     fmt = case.format
     ulp, least = 2 * fmt.unit_roundoff, 2.0 ** (fmt.emin - fmt.precision + 1)
     total, to_come = tiles[0], tiles[1:].sum(dim=0)
@@ -160,5 +161,6 @@ def _round_running_sum(case: AttentionCase, tiles: Tensor) -> Tensor:
 
 
 def _round_to_format(case: AttentionCase, x: Tensor) -> Tensor:
-    """Returns x rounded to the case's format, in float32."""
+    """Returns x rounded to the case's format, in float32. Raises UsageError for a format
+    that torch has no dtype for."""
     return x.to(dtype_of(case.format)).float()

@@ -33,9 +33,9 @@ def explanations(rows: Sequence[AttributionRow]) -> tuple[Explanation, ...]:
 def _explain_tensor(rows: Sequence[AttributionRow]) -> Explanation:
     """Returns the explanation of one tensor of a kernel in one format, from the rows of
     all its calls (at least one). It is identified where at least half of the rows that
-    were compared are explained. Else it has the rounding model that most of the other
-    rows come nearest to. Where no row was compared it has only the first reason. Numbers
-    are medians over the rows that share the model."""
+    were compared are explained, and at least one. Else it has the rounding model that
+    most of the other rows come nearest to. Where no row was compared it has only the
+    first reason. Numbers are medians over the rows that share the model."""
     first, compared = rows[0], [row for row in rows if row.residual is not None]
     explained = [row for row in compared if row.explained_by]
     is_known = bool(explained) and 2 * len(explained) >= len(compared)
@@ -76,7 +76,7 @@ def _median_of_field(rows: Sequence[AttributionRow], field: str) -> float:
 
 def _median_sites(rows: Sequence[AttributionRow]) -> list[SiteShare]:
     """Returns for each site the medians of its share and residual over the rows that have
-    it, the largest share first. A site whose share is below SMALL is left out."""
+    it, the largest share first. A site whose median share is below SMALL is left out."""
     shares = []
     for of_calls in grouped(
         (s for row in rows for s in row.sites), lambda s: s.site
@@ -87,9 +87,9 @@ def _median_sites(rows: Sequence[AttributionRow]) -> list[SiteShare]:
 
 
 def _nearest_in_words(row: AttributionRow) -> str:
-    """Returns the nearest preset in words, with those options of its recipe that differ
-    from the preset's and bear on the row's tensor: `` `fa2` with 64 keys a tile``, or ``
-    `fa2` `` alone."""
+    """Returns the nearest preset in words, with options that the row's recipe has, if
+    any: `` `fa2` with 64 keys a tile``, or `` `fa2` `` alone. Of the sums of gradients
+    those of the row's tensor alone are named."""
     recipe, tensor = row.recipe, row.tensor
     details: list[str] = []
     if tensor != "out" and recipe.get(tensor) == "working":

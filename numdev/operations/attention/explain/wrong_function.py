@@ -104,9 +104,10 @@ def suspect(
     heads `heads`, in the query rows `rows` (indices; None: in all). `far` is a selection
     of `heads`. `first`: what the kernel returned of the same inputs in a coarser format,
     whose residual has to shrink too. `hints`: mistakes of other calls, which alone are
-    tried; None: all mistakes are tried. A cause is sought for all heads together (right
-    ones speak against wrong causes), then for the worst, then for its worst batch entry
-    alone."""
+    tried; None: all mistakes are tried. A cause is sought for at most MAX_HEADS heads
+    together, those of `far` first (right ones speak against wrong causes), then for those
+    of `far`, then for the worst, then for its worst batch entry alone where nearly all of
+    the error is there. The first of these that has a cause decides."""
     case = dataclasses.replace(case, grad_out=None)
     whole = exact.out if len(heads) == case.heads and rows is None else None
     errors = _row_error_norms(out[:, list(heads)], exact, rows)
@@ -163,10 +164,10 @@ def _suspect_head(
 ) -> Suspicion | None:
     """Returns what one head that is far off computes instead: the best alternative of
     `explaining` (at least one). None where this is not CUT times nearer than attention in
-    this head, or where it does not make the error in `first` smaller. `errors` [B,
-    len(heads), q_len]: sizes of rows' errors; `first`: the output in a coarser format, or
-    None; `entry`: the batch entry looked at alone, or None; other arguments as of
-    `suspect`."""
+    this head, or where it does not make the residual in `first` more than SHRINKS times
+    smaller. `errors` [B, len(heads), q_len]: sizes of rows' errors; `first`: the output
+    in a coarser format, or None; `entry`: the batch entry looked at alone, or None; other
+    arguments as of `suspect`."""
     row_errors, best = errors[:, [heads.index(head)]], explaining[0][0]
     probe = Probe.of(case, out, [head], row_errors, whole, entry=entry)
     cut = probe.cut(best.answer(probe))
@@ -213,9 +214,9 @@ def _explaining_alternatives(
 ) -> list[tuple[Alternative, float]]:
     """Returns the alternatives that explain the probe, at most three, the best first,
     each with how many times smaller it makes the residual; empty where none reaches CUT.
-    Estimated factors are tried where no other alternative, or no single one, explains
-    nearly everything. `hints`: alternatives of other calls, which alone are tried; None:
-    all."""
+    Several wrong scales count as one. Without hints, estimated factors are tried too,
+    unless a single other alternative explains nearly everything. `hints`: alternatives of
+    other calls, which alone are tried; None: all."""
     tried: Iterable[Alternative] = alternatives(probe)
     if hints is not None:
         general = {hint.cause: hint for hint in hints if hint.general}

@@ -45,9 +45,10 @@ def suspect_gradients(
     mistake explains. `case`: a small one, of which fp64 references are computed. `step`:
     what the kernel returned; a tensor that is None is not looked at; with dq it must have
     dk and dv, and the case a grad_out. `part`: a phrase on which part of a call this is,
-    appended to causes. `judged`: what the kernel returned of the same inputs in the
-    format that is judged; its errors have to shrink too, where it has the tensors.
-    `hints`: causes of other calls, which alone are tried; None: all."""
+    appended to causes that are no factor of one gradient. `judged`: what the kernel
+    returned of the same inputs in the format that is judged; its errors have to shrink
+    too, if it has lse, or all three gradients. `hints`: causes of other calls; these
+    alone are tried, and factors of single gradients; None: all."""
     suspicions: dict[str, Suspicion] = {}
     for names in (("lse",), GRADIENTS):
         if getattr(step, names[0]) is not None:
@@ -112,9 +113,9 @@ def _suspect_tensors(
 ) -> dict[str, Suspicion]:
     """Returns what is computed instead of each of `tensors` that is far off, by name: for
     gradients a factor of each, where factors explain all that are far off; else a mistake
-    that explains all; else the factors that explain some. Empty where no tensor is far
-    off, where the error of one that is far off is not finite, and where nothing explains
-    them. `tensors`: `lse` alone, or all gradients; other arguments as of
+    that explains all; where there is none, the factors that explain some. Empty where no
+    tensor is far off, where the error of one that is far off is not finite, and where
+    nothing explains them. `tensors`: `lse` alone, or all gradients; other arguments as of
     `suspect_gradients`."""
     exact = _exact_step(case, tensors)
     empty = empty_rows(case) if "lse" in tensors else None
@@ -207,9 +208,10 @@ def _make_suspicion(
 def _describe_factor(factor: float, scale: float) -> str:
     """Returns a predicate of a gradient that is `factor` times the exact one, for a call
     of this scale: `is 0`, `is ln 2 times what it should be`, `is log2(e) times what it
-    should be`, `lacks the scale` or `has the scale twice` where the factor is within SAME
-    of that, else `is 1.37 times what it should be`. Of a scale of 0, or one whose
-    reciprocal is not finite, no factor is the scale's."""
+    should be`, `lacks the scale` or `has the scale twice`, the first from which the
+    factor differs by SAME of it at most (of 1 for 0); else `is 1.37 times what it should
+    be`. Of a scale of 0, or one whose reciprocal is not finite, no factor is the
+    scale's."""
     factors = {
         "is 0": 0.0,
         "is ln 2 times what it should be": math.log(2),
@@ -271,8 +273,8 @@ def _lse_mistakes(
 ) -> Iterator[tuple[str, Callable[[], Step]]]:
     """Yields causes of a wrong log-sum-exp alone, each with a function that returns the
     log-sum-exp by name, as `{"lse": ...}`, 0 in rows that see no key. One cause adds the
-    mean error as a constant. A row whose exact value is 0 counts as one that sees no
-    key."""
+    mean error as a constant. For this one and for parts of the keys, a row whose exact
+    value is 0 counts as one that sees no key."""
     lse, tops = exact["lse"], all_scores(case).amax(dim=-1).nan_to_num(neginf=0.0)
     seen = lse != 0
     constant = float((returned["lse"] - lse)[seen].mean()) if bool(seen.any()) else 0.0
@@ -295,8 +297,9 @@ SPLITS = (2, 4, 8)
 
 def merged_in_base_2(case: AttentionCase) -> dict[str, Tensor]:
     """Returns by cause, in words, the log-sum-exp [B, H, q_len] of 2, 4 and 8 parts of
-    the keys, each to base e, merged as if to base 2. A count that leaves one part is left
-    out: the mapping is empty for a single key."""
+    the keys (fewer where widths do not come out even), each to base e, merged as if to
+    base 2. Sinks do not count. A count that leaves one part is left out: the mapping is
+    empty for a single key."""
     S, merged_by_cause = all_scores(case), {}
     for count in SPLITS:
         width = -(-case.kv_len // count)
