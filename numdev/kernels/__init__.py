@@ -227,9 +227,10 @@ def kernel(
     the log-sum-exp [batch, heads, q_len]. Further arguments are the fields of `Kernel`. A
     function of the same module and name, defined anew, replaces the earlier one. Raises
     UsageError for an unknown field, and for a `name` or `options` of another type. The
-    decorator raises UsageError for a field of another type, for what is no function, a
-    name that another function has, an option without a default, a second positional
-    parameter, and where Python cannot tell the function's parameters."""
+    decorator raises UsageError for a field of another type, for what is no function, and
+    for a name that another function has. Where `options` is None, it does so too for an
+    option without a default, a second positional parameter, and where Python cannot tell
+    the function's parameters."""
 
     names = Kernel.__dataclass_fields__.keys() - {"function", "made_from"}
     if wrong := sorted(fields.keys() - names):
@@ -265,9 +266,9 @@ def kernel(
 
 def all_kernels() -> dict[str, Kernel]:
     """Returns every registered kernel by name: the built-in ones in the order of
-    `BUILT_IN`, then others in the order in which they were registered. Last comes, under
-    the name of its entry point, each plugin that cannot be loaded: a kernel with the
-    reason in `broken`."""
+    `BUILT_IN`, then others in the order in which they were registered. Last comes each
+    plugin that cannot be loaded: a kernel with the reason in `broken`, under the name of
+    its entry point, or where a kernel has that name `NAME (PACKAGE)`."""
     broken = load_all()
     # Whatever happened to be imported first: the order is shown to people.
     place = {f"numdev.kernels.{module}": i for i, module in enumerate(BUILT_IN)}
@@ -282,8 +283,8 @@ def all_kernels() -> dict[str, Kernel]:
 def load_all() -> tuple[Kernel, ...]:
     """Imports the built-in modules and loads the entry points of the group
     `numdev.kernels`, which registers their kernels. Later calls do nothing and return the
-    same tuple. Returns a `broken` kernel for each plugin that raises an exception, which
-    is not passed on."""
+    same tuple. Returns a `broken` kernel for each plugin whose import raises an
+    Exception, which is not passed on; SystemExit passes."""
     for module in BUILT_IN:
         importlib.import_module(f"numdev.kernels.{module}")
     broken = []
@@ -414,7 +415,8 @@ def importable_path(path: str) -> str:
 
 def _file_of_module(name: str) -> str | None:
     """Returns where Python has or would look for a module of this name, without dots: its
-    file, or a word such as `built-in`. None where it has none, as a program that runs."""
+    file, or a word such as `built-in`. None where there is no such module, or it has no
+    file, as a folder without `__init__.py`."""
     try:
         spec = importlib.util.find_spec(name)
     except ValueError:  # it is loaded, and has no spec: `__main__`, or made by hand
@@ -483,8 +485,8 @@ def fingerprint(*functions: Callable[..., object]) -> str:
 
 
 def summary_of(function: Callable[..., object]) -> str:
-    """Returns the first sentence of a function's docstring in one line; empty without
-    one."""
+    """Returns the first sentence of a function's docstring in one line, up to the first
+    period that a blank follows, within its first paragraph; empty without a docstring."""
     paragraph = (inspect.getdoc(function) or "").partition("\n\n")[0]
     return re.split(r"(?<=\.)\s", " ".join(paragraph.split()), maxsplit=1)[0]
 

@@ -92,9 +92,10 @@ class OperatorLog(TorchDispatchMode):
 
 
 def mask_arguments(case: AttentionCase) -> tuple[Tensor | None, bool]:
-    """Returns the `attn_mask` and `is_causal` of an SDPA call: None and True where
-    causality from the top left is all that the case has. Else one mask with all that the
-    case hides or adds (None where it is nothing), and False."""
+    """Returns the `attn_mask` and `is_causal` of an SDPA call on a whole case (without
+    `positions`): None and True where causality from the top left is all that the case
+    has. Else one mask with all that the case hides or adds (None where it is nothing),
+    and False."""
     by_flag = (
         case.is_causal
         and case.mask is None

@@ -205,13 +205,14 @@ def _truncated(case: AttentionCase, dose: float) -> Planted:
 
 
 def _one_head(case: AttentionCase, dose: float) -> Planted:
-    """Plants a first head whose results are `dose` (0.01: 1 %) too large."""
+    """Plants a first head whose results are `dose` (0.01: 1 %) too large: of dk and dv
+    the first kv head, of the others the first query head."""
     return _times(case, 1 + dose, heads=FIRST)
 
 
 def _dq_unscaled(case: AttentionCase, dose: float) -> Planted:
-    """Plants a dQ divided by the scale to the power of `dose`; at 1 it lacks the
-    scale."""
+    """Plants a dQ divided by the scale's magnitude to the power of `dose`; at 1 it lacks
+    the scale. Raises ZeroDivisionError for a scale of 0."""
     return _times(case, abs(case.scale) ** -dose, "dq")
 
 
