@@ -125,8 +125,9 @@ class Kernel:
 
     @property
     def declares(self) -> bool:
-        """Whether its author said how it rounds; False for the claim of a kernel without
-        one (`like_fa2`, `like_fa2_with_repeated_kv`)."""
+        """Whether its author said how it rounds, or with `no_claim` that no emulation
+        does; False for the claim of a kernel without one (`like_fa2`,
+        `like_fa2_with_repeated_kv`)."""
         return self.claims not in (like_fa2, like_fa2_with_repeated_kv)
 
     def missing(self, system: System) -> str | None:
@@ -166,10 +167,11 @@ class Kernel:
 
     def attend(self, case: AttentionCase, **options: object) -> Output:
         """Runs the kernel on a case and returns its output, checked against the case's
-        shapes. Options left out have their defaults. Raises UsageError for options as
-        `with_options` does, Refused where the kernel declines the case, MeasurementError
-        where what the function returned is no output of the case (`as_output`), and
-        whatever the function raises."""
+        shapes. Options left out have their defaults. What the kernel `requires` of a
+        system is not checked. Raises UsageError for options as `with_options` does,
+        Refused where the kernel declines the case, MeasurementError where what the
+        function returned is no output of the case (`as_output`), and whatever the
+        function raises."""
         options = self.with_options(options)
         self.accept(case)
         return as_output(self.function(case, **options), case)
@@ -179,8 +181,8 @@ class Kernel:
         Returns the Output with out, dq, dk, dv and, if the kernel has it, lse; out and
         lse are those of the forward pass. Raises UsageError without a grad_out, and for
         options as `with_options` does; Refused where the kernel has no backward pass, or
-        declines the case; MeasurementError where a gradient is missing or has another
-        shape than its input; and whatever the function raises."""
+        declines the case; MeasurementError where what came back is no output of the case,
+        or lacks a gradient; and whatever the function raises."""
         upstream(case)
         if self.backward is None:
             raise Refused("no backward pass")
@@ -195,9 +197,9 @@ class Kernel:
         return output
 
     def accept(self, case: AttentionCase) -> None:
-        """Raises Refused for a case that the kernel cannot run: its format has no dtype
-        of torch's, it is some rows of a call, or `supports` gives a reason against it.
-        Returns None for any other."""
+        """Raises Refused for a case that the kernel cannot run on any system: its format
+        has no dtype of torch's, it is some rows of a call, or `supports` gives a reason
+        against it. Returns None for any other."""
         part = case.positions is not None and not self.any_rows
         reason = why_not(
             (
@@ -242,7 +244,8 @@ def kernel(
 
     def register(function: Function) -> Function:
         """Adds the function to the registry and returns it. Raises UsageError for what is
-        no function, a name that another function has, and as `options_of`."""
+        no function, a name that another function has, and a field of the wrong type;
+        where no `options` were given, also as `options_of`."""
         expect("function", function, Callable[..., object])
         taken = _registry.get(name)
         if taken is not None and _full_name(taken.function) != _full_name(function):

@@ -86,8 +86,8 @@ def why_not_imported(error: BaseException) -> str:
 
 
 def _is_foreign(frame: traceback.FrameSummary) -> bool:
-    """Whether a frame's file lies outside numdev's package, and in no folder called
-    `importlib`."""
+    """Whether a frame's file lies outside numdev's package, and not directly in a folder
+    called `importlib`."""
     path = Path(frame.filename)
     return path.parent.name != "importlib" and not path.is_relative_to(
         Path(__file__).parent.parent

@@ -81,9 +81,9 @@ def adapt(name: str, function: Callable[..., object]) -> Kernel:
 
     def run(case: AttentionCase, **options: object) -> object:
         """Calls the function on a case and returns what it returns. Where the case has a
-        mask and is causal or windowed, the function is tried with both arguments. If it
-        raises an Exception, it is called again with one mask that has causality and
-        window in it."""
+        mask, is causal or windowed, and the function has parameters for these, it is
+        tried with all of them. If it raises an Exception, it is called again with one
+        mask that has causality and window in it."""
         k, v = (case.k, case.v) if roles["gqa"] else repeat_kv(case)
         by_name = _positions_by_name(case, roles)
         if by_name and case.mask is not None and case.restricts_positions:
@@ -161,7 +161,7 @@ def untested_parameters(
 ) -> list[str]:
     """Returns the names of a plain function's parameters of a meaning in NAMES whose
     value none of these cases needs to set, so that they were never tested. All of them
-    without cases. Raises as `parameters_by_role`."""
+    without cases. Raises UsageError where Python cannot tell the parameters."""
     needed = set(itertools.chain.from_iterable(map(_needed_roles, cases)))
     return [
         name for role, name in parameters_by_role(function).items() if role not in needed
@@ -170,8 +170,10 @@ def untested_parameters(
 
 def _needed_roles(case: CaseRecord) -> Iterator[str]:
     """Yields the meanings (keys of NAMES) that a function must have a parameter for, or
-    it computes something else than this case. `scale` is needed where it is not 1 /
-    sqrt(head_dim); `causal` only without a causal offset, and `mask` with one."""
+    it computes something else than this case. `causal` is needed where the case is causal
+    without an offset, `mask` where it has a mask or an offset other than 0, `scale` where
+    it is not 1 / sqrt(head_dim). The other four are needed where the case has such a
+    thing."""
     if case.is_causal and not case.causal_offset:
         yield "causal"
     if not math.isclose(case.scale, case.head_dim**-0.5):

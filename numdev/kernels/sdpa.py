@@ -138,7 +138,7 @@ def _attend(case: AttentionCase, backend: SDPBackend | None) -> Output:
     lse where the operator returned one of shape [batch, heads, q_len], else None; and the
     name of the operator in `ran` and `did["operator"]`. Raises Refused with PyTorch's
     reasons where no backend takes the case, MeasurementError where another backend ran
-    than the forced one."""
+    than the forced one. What else PyTorch raises passes."""
     with (
         warnings.catch_warnings(record=True) as caught,
         forced_backend(backend),

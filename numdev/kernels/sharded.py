@@ -323,10 +323,10 @@ def sharded(case: AttentionCase, **options: object) -> Output:
 def _run_shards(
     case: AttentionCase, options: Mapping[str, Any], *, with_gradients: bool
 ) -> Output:
-    """Returns the output of the sharded call, with dq, dk and dv where `with_gradients`.
-    `options` are all of the kernel's. Raises Refused where the order or the inner kernel
-    cannot take the case, MeasurementError where the inner kernel returns no log-sum-exp.
-    One shard is the inner kernel's own call."""
+    """Returns the output of the sharded call, with dq, dk and dv where `with_gradients`;
+    the case has a grad_out then. `options` are all of the kernel's. Raises Refused where
+    the order or the inner kernel cannot take the case, MeasurementError where the inner
+    kernel returns no log-sum-exp. One shard is the inner kernel's own call."""
     inner, shards, order = options["inner"], options["shards"], options["order"]
     if shards == 1:
         return (find(inner).gradients if with_gradients else find(inner).attend)(case)

@@ -105,8 +105,8 @@ def value_of(row: DeviationRow, metric: str) -> tuple[Value, str | None]:
 def interval_of(row: DeviationRow, metric: str) -> tuple[float, float] | None:
     """Returns the 95 % interval of a metric that is estimated from sampled rows; None
     where it has none, and for a text. A ratio of ERRORS in a row without any error has
-    the interval of its rms. `noise_ratio` and `lse_error` get theirs from that of the
-    rms, in proportion. They have that of the rms itself where they or the rms are
+    the interval of its rms. `lse_error` gets its own from that of the rms in proportion,
+    `noise_ratio` inversely. They have that of the rms itself where they or the rms are
     missing, or it begins at 0. A derived metric of 0 has the interval (0, 0)."""
     if metric in ERRORS and row.rms == 0:
         return row.interval.get("rms")

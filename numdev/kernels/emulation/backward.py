@@ -77,8 +77,8 @@ def of_keys(
     nowhere and gave O [B, H, q_len, v_dim] and L [B, H, q_len]. dK and dV [B, kv_heads,
     n, ...] are those of the keys `keys` (int64 indices [n]) alone, in this order; dQ is
     0. Costs O(q_len keys). The recipe's `delta_from` and `delta_sign` are not used.
-    Raises Refused for a case without grad_out, or with a format that the `compute` dtype
-    does not hold."""
+    Raises Refused where the case has no grad_out, its format cannot do what the recipe
+    asks, or the `compute` dtype does not hold grad_out."""
     r = rounder(case, dataclasses.replace(recipe, delta_from="dO*O", delta_sign="own"))
     return from_forward(r, O, r("lse", L.to(r.dtype)), keys)
 

@@ -65,7 +65,7 @@ class Control:
     def kernel(self) -> Kernel:
         """Returns the fault as a kernel with the option `dose`, 0 by default (a sound
         emulation); it is not registered. The kernel refuses a case that cannot have the
-        dose, such as more keys dropped than it has."""
+        dose, as where it has no more keys than are dropped."""
         return Kernel(
             name=PREFIX + self.name,
             function=partial(self._run, names=("out",)),

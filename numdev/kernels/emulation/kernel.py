@@ -104,16 +104,16 @@ def recipe_of(claim: Mapping[str, object], **overrides: Any) -> Recipe:
 
 def emulation(case: AttentionCase, claim: Mapping[str, object]) -> Tensor:
     """Returns the output that the claim predicts, [B, H, q_len, v_dim], float32. Raises
-    UsageError for an unknown name in the claim, Refused where the case's format cannot do
-    what it asks."""
+    UsageError for an unknown name or value in the claim, Refused where the case's format
+    cannot do what it asks."""
     return attend(case, recipe_of(claim), at_once=True)[0]
 
 
 def emulated_step(case: AttentionCase, claim: Mapping[str, object]) -> dict[str, Tensor]:
     """Returns what the claim predicts of a training step, float32: `out`, `dq`, `dk` and
-    `dv`, each in the shape of `Output`. Raises UsageError for an unknown name in the
-    claim, Refused without grad_out or where the case's format cannot do what the claim
-    asks."""
+    `dv`, each in the shape of `Output`. Raises UsageError for an unknown name or value in
+    the claim, Refused without grad_out or where the case's format cannot do what the
+    claim asks."""
     out, _, dq, dk, dv = backward.gradients(case, recipe_of(claim), at_once=True)
     return {"out": out, "dq": dq, "dk": dk, "dv": dv}
 

@@ -66,8 +66,8 @@ def products(
     STAGES: tl.constexpr,
 ):
     """Returns A B^T and C E^T [BLOCK_Q, BLOCK_KV] in fp64, for `rows` of A and C and
-    `columns` (rows of B and E), which are AB and CE wide. Rows that are not `ok` count as
-    0."""
+    `columns` (rows of B and E). A and B are AB wide, C and E are CE wide, multiples of
+    BLOCK_D. Rows that are not `ok` count as 0."""
     x = tl.zeros([BLOCK_Q, BLOCK_KV], tl.float64)
     y = tl.zeros([BLOCK_Q, BLOCK_KV], tl.float64)
     # Of one width in one loop, which fills the pipeline once and not twice.

@@ -294,7 +294,7 @@ def add_key_tiles(
 @triton.jit
 def row_maximum(S, PLAN: tl.constexpr):
     """Returns the shift of each row of a tile, [rows]: its maximum. In the stabilised
-    softmax a maximum that is met more than once is replaced, as
+    softmax a maximum that several scores come near, within the tolerance, is replaced, as
     `emulation.forward.stabilised_shift` does (NaN where P would underflow)."""
     r = tl.max(S, 1)
     if PLAN.stabilised:
