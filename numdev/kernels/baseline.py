@@ -193,7 +193,8 @@ def _append_sinks(sinks: Tensor, S: Tensor) -> Tensor:
 
 def repeat_kv(case: AttentionCase, *, wide: bool = False) -> list[Tensor]:
     """Returns [k, v] with as many heads as q: each kv head repeated for the query heads
-    of its group, in fp32 if `wide`."""
+    of its group, in fp32 if `wide`. Where there is nothing to repeat or cast they are the
+    case's own tensors."""
     group = case.group
     heads = [x.float() if wide else x for x in (case.k, case.v)]
     return [x if group == 1 else x.repeat_interleave(group, dim=1) for x in heads]

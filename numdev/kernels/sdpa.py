@@ -93,9 +93,10 @@ class OperatorLog(TorchDispatchMode):
 
 def mask_arguments(case: AttentionCase) -> tuple[Tensor | None, bool]:
     """Returns the `attn_mask` and `is_causal` of an SDPA call on a whole case (without
-    `positions`): None and True where causality from the top left is all that the case
-    has. Else one mask with all that the case hides or adds (None where it is nothing),
-    and False."""
+    `positions`). These are None and True for a case that is causal from the top left and
+    has no mask and no window, not even one without limits. Else it is one mask with all
+    that the case hides or adds (None where it is nothing), and False. Soft cap and sinks
+    are not read."""
     by_flag = (
         case.is_causal
         and case.mask is None

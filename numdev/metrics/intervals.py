@@ -50,8 +50,9 @@ def of_sums(sums: Sums) -> dict[str, Numbers]:
     """Returns metrics by name, computed from these sums, in their shape: mean_abs, those
     of RMS, and what follows from them beside the floor, the baseline and the prediction.
     A metric whose denominator is 0 is NaN or infinite. A metric whose sums are missing is
-    left out. `absolute`, `square` and `count` must be there; beside `floor`, `plain` or
-    `against` also the other sums that come with it. Raises KeyError without these."""
+    left out. `absolute` and `count` must be there; beside `floor` or `plain` also
+    `square`, and beside these and `against` the other sums that come with them. Raises
+    KeyError without these."""
     metrics = {"mean_abs": sums["absolute"] / sums["count"]}
     for name, (squares, count) in RMS.items():
         if sums.keys() >= {squares, count}:

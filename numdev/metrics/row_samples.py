@@ -33,9 +33,10 @@ class Sample:
     seed: int = 0
 
     def draw(self, length: int, label: str) -> Tensor | None:
-        """Returns `count` of the positions 0 to length - 1, ascending, one drawn from
-        each of `count` parts of equal length, int64 [count] on the CPU; None where
-        `count` reaches the length: then all rows are measured. `count` is at least 1.
+        """Returns `count` of the positions 0 to length - 1, ascending, int64 [count] on
+        the CPU: one drawn from each of `count` parts, whose lengths differ by one at
+        most. None where `count` reaches the length: then all rows are measured. `count`
+        is at least 1.
 
         Depends on nothing but the fields and the arguments; with another `label`, the
         name of a call, other positions are drawn."""

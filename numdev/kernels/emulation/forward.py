@@ -418,9 +418,8 @@ def in_order(r: Rounder, tiles: Sequence[T]) -> Sequence[T]:
 def tiles(r: Rounder, split: slice) -> Iterator[tuple[slice, slice]]:
     """Yields the tiles of a split, as (rows, keys), in the order each row meets them.
     Keys begin at a multiple of block_kv. Rows are whole blocks of block_q, of which some
-    row of the call can see one of the keys by position, as many blocks as memory allows.
-    Of a case with some rows of a call they are those of its rows that stand in these
-    blocks."""
+    position can see one of the keys, as many blocks as memory allows. Of a case with some
+    rows of a call they are those of its rows that stand in these blocks."""
     case, (block_q, block_kv) = r.case, r.tile
     row_bytes = 8 * case.q.shape[0] * case.heads * block_kv
     step = block_q * max(1, BLOCK_BYTES[case.q.device.type] // (row_bytes * block_q))
