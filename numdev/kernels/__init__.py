@@ -125,8 +125,9 @@ class Kernel:
 
     @property
     def declares(self) -> bool:
-        """Whether its author said how it rounds; False for the claim of a kernel without
-        one (`like_fa2`, `like_fa2_with_repeated_kv`)."""
+        """Whether its author said how it rounds, or with `no_claim` that no emulation
+        does; False for the claim of a kernel without one (`like_fa2`,
+        `like_fa2_with_repeated_kv`)."""
         return self.claims not in (like_fa2, like_fa2_with_repeated_kv)
 
     def missing(self, system: System) -> str | None:
@@ -166,10 +167,11 @@ class Kernel:
 
     def attend(self, case: AttentionCase, **options: object) -> Output:
         """Runs the kernel on a case and returns its output, checked against the case's
-        shapes. Options left out have their defaults. Raises UsageError for options as
-        `with_options` does, Refused where the kernel declines the case, MeasurementError
-        where what the function returned is no output of the case (`as_output`), and
-        whatever the function raises."""
+        shapes. Options left out have their defaults. What the kernel `requires` of a
+        system is not checked. Raises UsageError for options as `with_options` does,
+        Refused where the kernel declines the case, MeasurementError where what the
+        function returned is no output of the case (`as_output`), and whatever the
+        function raises."""
         options = self.with_options(options)
         self.accept(case)
         return as_output(self.function(case, **options), case)
@@ -179,8 +181,8 @@ class Kernel:
         Returns the Output with out, dq, dk, dv and, if the kernel has it, lse; out and
         lse are those of the forward pass. Raises UsageError without a grad_out, and for
         options as `with_options` does; Refused where the kernel has no backward pass, or
-        declines the case; MeasurementError where a gradient is missing or has another
-        shape than its input; and whatever the function raises."""
+        declines the case; MeasurementError where what came back is no output of the case,
+        or lacks a gradient; and whatever the function raises."""
         upstream(case)
         if self.backward is None:
             raise Refused("no backward pass")
@@ -195,9 +197,9 @@ class Kernel:
         return output
 
     def accept(self, case: AttentionCase) -> None:
-        """Raises Refused for a case that the kernel cannot run: its format has no dtype
-        of torch's, it is some rows of a call, or `supports` gives a reason against it.
-        Returns None for any other."""
+        """Raises Refused for a case that the kernel cannot run on any system: its format
+        has no dtype of torch's, it is some rows of a call, or `supports` gives a reason
+        against it. Returns None for any other."""
         part = case.positions is not None and not self.any_rows
         reason = why_not(
             (
@@ -227,9 +229,10 @@ def kernel(
     the log-sum-exp [batch, heads, q_len]. Further arguments are the fields of `Kernel`. A
     function of the same module and name, defined anew, replaces the earlier one. Raises
     UsageError for an unknown field, and for a `name` or `options` of another type. The
-    decorator raises UsageError for a field of another type, for what is no function, a
-    name that another function has, an option without a default, a second positional
-    parameter, and where Python cannot tell the function's parameters."""
+    decorator raises UsageError for a field of another type, for what is no function, and
+    for a name that another function has. Where `options` is None, it does so too for an
+    option without a default, a second positional parameter, and where Python cannot tell
+    the function's parameters."""
 
     names = Kernel.__dataclass_fields__.keys() - {"function", "made_from"}
     if wrong := sorted(fields.keys() - names):
@@ -241,7 +244,8 @@ def kernel(
 
     def register(function: Function) -> Function:
         """Adds the function to the registry and returns it. Raises UsageError for what is
-        no function, a name that another function has, and as `options_of`."""
+        no function, a name that another function has, and a field of the wrong type;
+        where no `options` were given, also as `options_of`."""
         expect("function", function, Callable[..., object])
         taken = _registry.get(name)
         if taken is not None and _full_name(taken.function) != _full_name(function):
@@ -265,9 +269,9 @@ def kernel(
 
 def all_kernels() -> dict[str, Kernel]:
     """Returns every registered kernel by name: the built-in ones in the order of
-    `BUILT_IN`, then others in the order in which they were registered. Last comes, under
-    the name of its entry point, each plugin that cannot be loaded: a kernel with the
-    reason in `broken`."""
+    `BUILT_IN`, then others in the order in which they were registered. Last comes each
+    plugin that cannot be loaded: a kernel with the reason in `broken`, under the name of
+    its entry point, or where a kernel has that name `NAME (PACKAGE)`."""
     broken = load_all()
     # Whatever happened to be imported first: the order is shown to people.
     place = {f"numdev.kernels.{module}": i for i, module in enumerate(BUILT_IN)}
@@ -282,8 +286,8 @@ def all_kernels() -> dict[str, Kernel]:
 def load_all() -> tuple[Kernel, ...]:
     """Imports the built-in modules and loads the entry points of the group
     `numdev.kernels`, which registers their kernels. Later calls do nothing and return the
-    same tuple. Returns a `broken` kernel for each plugin that raises an exception, which
-    is not passed on."""
+    same tuple. Returns a `broken` kernel for each plugin whose import raises an
+    Exception, which is not passed on; SystemExit passes."""
     for module in BUILT_IN:
         importlib.import_module(f"numdev.kernels.{module}")
     broken = []
@@ -414,7 +418,8 @@ def importable_path(path: str) -> str:
 
 def _file_of_module(name: str) -> str | None:
     """Returns where Python has or would look for a module of this name, without dots: its
-    file, or a word such as `built-in`. None where it has none, as a program that runs."""
+    file, or a word such as `built-in`. None where there is no such module, or it has no
+    file, as a folder without `__init__.py`."""
     try:
         spec = importlib.util.find_spec(name)
     except ValueError:  # it is loaded, and has no spec: `__main__`, or made by hand
@@ -483,8 +488,8 @@ def fingerprint(*functions: Callable[..., object]) -> str:
 
 
 def summary_of(function: Callable[..., object]) -> str:
-    """Returns the first sentence of a function's docstring in one line; empty without
-    one."""
+    """Returns the first sentence of a function's docstring in one line, up to the first
+    period that a blank follows, within its first paragraph; empty without a docstring."""
     paragraph = (inspect.getdoc(function) or "").partition("\n\n")[0]
     return re.split(r"(?<=\.)\s", " ".join(paragraph.split()), maxsplit=1)[0]
 

@@ -29,13 +29,15 @@ def attend_in_graph(
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """Returns the kernel's output for the case, [batch, heads, q_len, v_dim], connected
-    by autograd to the case's q, k and v. `options`: they take the place of the kernel's
-    defaults, and are not checked. A kernel that draws random numbers in `training` takes
-    them from `generator` in both passes; None: from its own seed.
+    by autograd to the case's q, k and v. `options` take the place of the kernel's
+    defaults. They are checked, with UsageError, only for a kernel that has a function for
+    backward and none in `training`. A kernel that draws random numbers in `training`
+    takes them from `generator` in both passes; None: from its own seed.
 
     Raises Refused where the kernel declines the case, has no backward pass, or returns no
-    autograd graph although q requires gradients. Raises MeasurementError where what the
-    kernel returned is no output of this case; what `training` returns is not checked."""
+    autograd graph although q requires gradients and they are enabled. Raises
+    MeasurementError where what the kernel returned is no output of this case; what
+    `training` returns is not checked."""
     kernel.accept(case)
     if kernel.backward is None:
         raise Refused("no backward pass")
@@ -69,9 +71,10 @@ def attend_with_gradients_of(
 ) -> Tensor:
     """Returns the output of `kernel`, [batch, heads, q_len, v_dim], connected by autograd
     to the case's q, k and v. The gradients are those of the kernel `behind`, which runs
-    its own forward and backward in the backward pass. Raises Refused where either
-    declines the case or `behind` has no backward pass, MeasurementError where what a
-    kernel returned is no output of the case."""
+    its own forward and backward in the backward pass; what it raises there comes then.
+    Raises Refused where either declines the case or `behind` has no backward pass,
+    UsageError for wrong `options`, MeasurementError where what `kernel` returned is no
+    output of the case."""
     behind.accept(case)
     if behind.backward is None:
         raise Refused(f"{behind.name} has no backward")

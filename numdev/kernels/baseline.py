@@ -36,8 +36,9 @@ def baseline(case: AttentionCase) -> Output:
     """Plain attention as eager model code does it, every product in the working format.
 
     Returns out alone, in the case's dtype. Scores are in it too; the softmax is in
-    float32, in float64 for a float64 case. Rows that see no key are 0. NaN and infinity
-    propagate as in PyTorch. Memory is O(q_len · kv_len)."""
+    float32, in float64 for a float64 case. Rows whose keys are hidden by position, a bool
+    mask or an additive mask's lowest number are 0; a row of -inf alone in the mask is
+    NaN. NaN and infinity propagate as in PyTorch. Memory is O(q_len · kv_len)."""
     dtype = case.q.dtype
     rows, keys = slice(0, case.q_len), slice(0, case.kv_len)
     k, v = repeat_kv(case)
@@ -76,8 +77,7 @@ def _plain_attention(
     has three flags: whether the product Q Kᵀ, the softmax, and the product P V are in
     fp32. `sums_wide`: k and v are cast to fp32 before they are repeated, so that their
     gradients are summed over a group of query heads before they are rounded; only where
-    all three flags are True. A row that sees no key is not 0 here: all its keys count
-    alike."""
+    all three flags are True. Without sinks a row that sees no key is not 0 here."""
     dtype, (scores, softmax, product) = case.q.dtype, wide
     k, v = repeat_kv(case, wide=sums_wide)
     S = _scores(case, *((case.q.float(), k.float()) if scores else (case.q, k)))
@@ -193,7 +193,8 @@ def _append_sinks(sinks: Tensor, S: Tensor) -> Tensor:
 
 def repeat_kv(case: AttentionCase, *, wide: bool = False) -> list[Tensor]:
     """Returns [k, v] with as many heads as q: each kv head repeated for the query heads
-    of its group, in fp32 if `wide`."""
+    of its group, in fp32 if `wide`. Where there is nothing to repeat or cast they are the
+    case's own tensors."""
     group = case.group
     heads = [x.float() if wide else x for x in (case.k, case.v)]
     return [x if group == 1 else x.repeat_interleave(group, dim=1) for x in heads]
@@ -202,8 +203,9 @@ def repeat_kv(case: AttentionCase, *, wide: bool = False) -> list[Tensor]:
 def _scores(case: AttentionCase, q: Tensor, k: Tensor) -> Tensor:
     """Returns the scores S [B, H, q_len, kv_len] of q and k, which have the same number
     of heads: scaled, soft-capped, then with the additive mask. Causality, window and mask
-    are the case's. A hidden key scores -1e30, or in float16 the lowest number, so that no
-    row becomes NaN."""
+    are the case's. A key that position, a bool mask or a -inf hides scores -1e30, or in
+    float16 the lowest number. An additive mask's lowest number is added as any other
+    is."""
     S = q @ k.mT * case.scale
     S = S if case.softcap is None else case.softcap * (S / case.softcap).tanh()
     mask = explicit_mask(case)

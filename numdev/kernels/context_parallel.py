@@ -89,8 +89,9 @@ def context_parallel(case: AttentionCase, **options: object) -> Output:
     """PyTorch's context parallelism: one call over several GPUs, as ring attention.
 
     Options: `world`, the number of processes, and VALUES. Returns out alone, the whole of
-    it on the case's device. Raises Refused for too few GPUs and lengths that do not
-    divide, MeasurementError where a process fails, dies or does not answer."""
+    it on the case's device. Raises Refused for too few GPUs, lengths that do not divide,
+    and what PyTorch refuses; MeasurementError where a process fails, dies or does not
+    answer."""
     return _run_on_ranks(case, options, None)
 
 

@@ -132,8 +132,9 @@ def flex(case: AttentionCase, *, compiled: bool, **options: object) -> Output:
     `compiled` False runs it eagerly. The other options, `block_n` and `prescale_qk`, are
     PyTorch's `kernel_options`; None leaves PyTorch's choice. Returns out, and lse except
     from the compiled CPU kernel; `did` has `compiled`, `device` and the options that were
-    set. Raises Refused for what PyTorch cannot run, MeasurementError where it ran eagerly
-    and should not."""
+    set. Raises Refused for gradients or `kernel_options` on a CPU, and compiled for
+    float64 and on CUDA for heads below LEAST_HEAD_DIM. Raises MeasurementError where it
+    ran eagerly and should not. What PyTorch raises passes."""
     asked = {name.upper(): x for name, x in options.items() if x is not None}
     device, on_cuda = case.q.device.type, case.q.is_cuda
     float64 = compiled and case.q.dtype == torch.float64
@@ -218,7 +219,8 @@ def _score_mod(case: AttentionCase) -> Modification | None:
 
 def _block_mask(case: AttentionCase) -> object:
     """Returns FlexAttention's block mask from causality, window and bool mask, for as
-    many batch entries and heads as the mask has; None where all keys are seen."""
+    many batch entries and heads as the mask has; None where the case has none of the
+    three."""
     mask, (low, high) = _four_axes(case.mask, bool_mask=True), key_limits(case)
     if mask is None and not case.restricts_positions:
         return None

@@ -32,7 +32,7 @@ def _divided(
 ) -> Tensor:
     """Returns attention [B, H, q_len, v_dim] as Vaswani et al. and nanoGPT write it:
     scores divided by 1 / scale, which is sqrt(d). `mask`: bool (True: seen), additive, or
-    None."""
+    None. Raises ZeroDivisionError for a scale of 0."""
     scores = (q @ k.transpose(-2, -1)) / (1.0 / scale)
     return torch.softmax(_masked(scores, mask), dim=-1) @ v
 
@@ -75,7 +75,7 @@ def _by_hand(
 
 def _masked(scores: Tensor, mask: Tensor | None) -> Tensor:
     """Returns the scores with a bool mask's hidden keys at -inf, or an additive mask
-    added; unchanged without a mask. A row without keys becomes NaN in the softmax."""
+    added; unchanged without a mask. A row of -inf alone becomes NaN in the softmax."""
     if mask is None:
         return scores
     if mask.dtype == torch.bool:

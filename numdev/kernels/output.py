@@ -145,7 +145,7 @@ def pull_back(
     `upstream`, each output's gradient, gives it. 0 where no output depends on a leaf.
     `outputs`: at least one, as many as `upstream` (else ValueError), of the same shapes.
     `retain_graph`: keep the graph for another call. Raises RuntimeError where no output
-    is in an autograd graph."""
+    is in an autograd graph, and for a leaf that requires no gradient."""
     # As products: to be given gradients, torch imports sympy, which takes a second.
     products = ((x * dx).sum() for x, dx in zip(outputs, upstream, strict=True))
     return torch.autograd.grad(

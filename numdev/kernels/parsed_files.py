@@ -48,9 +48,10 @@ def _signature(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
 
 
 def no_function_named(file: str) -> UsageError:
-    """Returns the error for a Python file where one of its functions is expected: it
-    names them, or says that there is no such file. Raises UsageError as
-    `functions_in`."""
+    """Returns the error for a Python file where one of its functions is expected: its
+    hint has the first MOST_NAMED of them and how many more there are, or says that there
+    is none. Where no such file exists, the error says that. Raises UsageError for a file
+    that cannot be read, and for what is not valid Python."""
     if not os.path.isfile(file):
         return UsageError(f"{file}: no such file")
     functions = functions_in(Path(file))
@@ -72,8 +73,8 @@ def names_place(error: BaseException) -> bool:
 def why_not_imported(error: BaseException) -> str:
     """Returns why Python cannot import a file. Of a SyntaxError: `a.py, line 3: not valid
     Python (invalid syntax): x = = 1`. Of any other exception, and of a SyntaxError that
-    names no line: its message in one line, and in brackets the file and line that raised
-    it, if outside numdev and importlib."""
+    names no line: its message in one line, and in brackets the innermost file and line of
+    its traceback outside numdev and importlib, if there is one."""
     if isinstance(error, SyntaxError) and names_place(error):
         text = f": {error.text.strip()}" if error.text else ""
         where = f"{_shown(str(error.filename))}, line {error.lineno}"
@@ -85,8 +86,8 @@ def why_not_imported(error: BaseException) -> str:
 
 
 def _is_foreign(frame: traceback.FrameSummary) -> bool:
-    """Whether a frame's file lies outside numdev's package, and in no folder called
-    `importlib`."""
+    """Whether a frame's file lies outside numdev's package, and not directly in a folder
+    called `importlib`."""
     path = Path(frame.filename)
     return path.parent.name != "importlib" and not path.is_relative_to(
         Path(__file__).parent.parent

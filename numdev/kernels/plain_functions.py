@@ -58,8 +58,11 @@ def adapt(name: str, function: Callable[..., object]) -> Kernel:
     get nothing. Where it has no parameter for causality or a window, they go into the
     mask.
 
-    Raises UsageError where parameters cannot be read, q, k and v are not the first three,
-    or a required one is of unknown meaning."""
+    The first three parameters get q, k and v, whatever they are called, but not a name in
+    NAMES. Raises UsageError where parameters cannot be read, fewer than three are
+    positional, one of the first three has such a name, or a further one without a default
+    is of unknown meaning. For a function whose first parameter is `case` it raises
+    UsageError for an option without a default, and for a second positional parameter."""
     parameters = list(parameters_of(function, name).values())
     named_kernel = partial(
         Kernel, name=name, summary=summary_of(function), made_from=fingerprint(function)
@@ -78,9 +81,9 @@ def adapt(name: str, function: Callable[..., object]) -> Kernel:
 
     def run(case: AttentionCase, **options: object) -> object:
         """Calls the function on a case and returns what it returns. Where the case has a
-        mask and is causal or windowed, the function is tried with both arguments. If it
-        raises an Exception, it is called again with one mask that has causality and
-        window in it."""
+        mask, is causal or windowed, and the function has parameters for these, it is
+        tried with all of them. If it raises an Exception, it is called again with one
+        mask that has causality and window in it."""
         k, v = (case.k, case.v) if roles["gqa"] else repeat_kv(case)
         by_name = _positions_by_name(case, roles)
         if by_name and case.mask is not None and case.restricts_positions:
@@ -121,9 +124,9 @@ def _roles(names: Container[str]) -> dict[str, str | None]:
 def _refuse_misfits(
     name: str, parameters: Sequence[inspect.Parameter], unknown: Sequence[str]
 ) -> None:
-    """Raises UsageError unless the first three parameters are positional and not named
-    like another argument. `unknown`: the required parameters whose meaning numdev does
-    not know; there may be none."""
+    """Raises UsageError where the first three parameters are not all positional, are
+    fewer than three, or one of them is named like another argument. Raises it too where
+    `unknown` is not empty: the required parameters whose meaning numdev does not know."""
     first = parameters[:3]
     ways = set(itertools.chain.from_iterable(NAMES.values()))
     misplaced = [p.name for p in first if p.name in ways]
@@ -146,8 +149,9 @@ def _refuse_misfits(
 
 def parameters_by_role(function: Callable[..., object]) -> dict[str, str]:
     """Returns the names of a plain function's parameters by their meaning, a key of
-    NAMES: `{"causal": "is_causal"}`. Meanings without a parameter are left out. Raises
-    UsageError where Python cannot tell the parameters."""
+    NAMES: `{"causal": "is_causal"}`. Of two with one meaning it has the one that comes
+    first in NAMES. Meanings without a parameter are left out. Raises UsageError where
+    Python cannot tell the parameters."""
     roles = _roles(parameters_of(function))
     return {role: name for role, name in roles.items() if name}
 
@@ -157,7 +161,7 @@ def untested_parameters(
 ) -> list[str]:
     """Returns the names of a plain function's parameters of a meaning in NAMES whose
     value none of these cases needs to set, so that they were never tested. All of them
-    without cases. Raises as `parameters_by_role`."""
+    without cases. Raises UsageError where Python cannot tell the parameters."""
     needed = set(itertools.chain.from_iterable(map(_needed_roles, cases)))
     return [
         name for role, name in parameters_by_role(function).items() if role not in needed
@@ -166,8 +170,10 @@ def untested_parameters(
 
 def _needed_roles(case: CaseRecord) -> Iterator[str]:
     """Yields the meanings (keys of NAMES) that a function must have a parameter for, or
-    it computes something else than this case. `scale` is needed where it is not 1 /
-    sqrt(head_dim); `causal` only without a causal offset, and `mask` with one."""
+    it computes something else than this case. `causal` is needed where the case is causal
+    without an offset, `mask` where it has a mask or an offset other than 0, `scale` where
+    it is not 1 / sqrt(head_dim). The other four are needed where the case has such a
+    thing."""
     if case.is_causal and not case.causal_offset:
         yield "causal"
     if not math.isclose(case.scale, case.head_dim**-0.5):
@@ -225,11 +231,12 @@ def _unsupported(roles: Roles, case: AttentionCase) -> str | None:
 def _call_arguments(
     case: AttentionCase, roles: Roles, required: Collection[str], by_name: bool
 ) -> dict[str, object]:
-    """Returns the values of the case by the function's own parameter names. `by_name`:
-    causality and window are passed by their parameters, else as part of the mask; a bool
-    mask goes to a parameter called a bias as 0 and -inf. A value that the case does not
-    need is left to the function's default, or for a `required` parameter set to the one
-    in OFF; `causal` is always passed, since some functions are causal by default."""
+    """Returns the values of the case by the function's own parameter names; what it has
+    no parameter for is left out. `by_name`: causality and window are passed by their
+    parameters, else as part of the mask; a bool mask goes to a parameter called a bias as
+    0 and -inf. A value that the case does not need is left to the function's default, or
+    for a `required` parameter set to the one in OFF. `causal` and `scale` are always
+    passed, since some functions are causal by default."""
     values: dict[str, object] = {
         "scale": case.scale,
         "softcap": case.softcap,

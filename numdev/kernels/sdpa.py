@@ -92,9 +92,11 @@ class OperatorLog(TorchDispatchMode):
 
 
 def mask_arguments(case: AttentionCase) -> tuple[Tensor | None, bool]:
-    """Returns the `attn_mask` and `is_causal` of an SDPA call: None and True where
-    causality from the top left is all that the case has. Else one mask with all that the
-    case hides or adds (None where it is nothing), and False."""
+    """Returns the `attn_mask` and `is_causal` of an SDPA call on a whole case (without
+    `positions`). These are None and True for a case that is causal from the top left and
+    has no mask and no window, not even one without limits. Else it is one mask with all
+    that the case hides or adds (None where it is nothing), and False. Soft cap and sinks
+    are not read."""
     by_flag = (
         case.is_causal
         and case.mask is None
@@ -137,7 +139,7 @@ def _attend(case: AttentionCase, backend: SDPBackend | None) -> Output:
     lse where the operator returned one of shape [batch, heads, q_len], else None; and the
     name of the operator in `ran` and `did["operator"]`. Raises Refused with PyTorch's
     reasons where no backend takes the case, MeasurementError where another backend ran
-    than the forced one."""
+    than the forced one. What else PyTorch raises passes."""
     with (
         warnings.catch_warnings(record=True) as caught,
         forced_backend(backend),

@@ -94,8 +94,10 @@ class Merge:
 
     @property
     def between(self) -> Format | None:
-        """Returns the format that a running result is rounded to between two merges; None
-        where the arithmetic's own dtype holds it."""
+        """Returns the format that a running result is rounded to between two merges: of
+        `working` and `promoted` the working format, else the one that `format` names.
+        None where a named one holds all that the arithmetic's dtype does. Raises
+        UsageError for an unknown name."""
         if self.format in ("working", "promoted"):
             return self.working
         fmt = format_named(self.format)
@@ -105,8 +107,9 @@ class Merge:
 def merge_parts(parts: Sequence[State], how: Merge) -> State:
     """Returns one State (O, L) for one or more parts, merged as `how` says. O [B, H,
     rows, v_dim] and L [B, H, rows] are in the dtype of its arithmetic; with `promoted`
-    (but not with the order `simultaneous`) O is as torch promotes. A single part is not
-    rounded. A part adds nothing to rows where its L is -inf, whatever its O has."""
+    (but not with the order `simultaneous`) O is as torch promotes. A single part is
+    converted to that dtype, and not rounded further. A part adds nothing to rows where
+    its L is -inf, whatever its O has."""
     keep = how.format == "promoted" and how.order != "simultaneous"
     states = []
     for O, L in parts:
@@ -137,8 +140,8 @@ def merge_parts(parts: Sequence[State], how: Merge) -> State:
 
 def _merge_pair(store: Callable[[Tensor], Tensor], a: State, b: State) -> State:
     """Returns the State (O, L) of the two parts a and b, merged by the logistic form of
-    the merge; `store` rounds the new O. Where the L of one part is -inf, the result is
-    the other part's."""
+    the merge; `store` rounds the new O. Where the L of one part is -inf, its O must be 0,
+    and the result is the other part's."""
     (O, L), (O_b, L_b) = a, b
     nothing = torch.isneginf(L_b)
     weight = torch.sigmoid(L_b - L)[..., None]
@@ -196,8 +199,8 @@ def chunks(length: int, number: int) -> list[slice]:
 
 def step_case(case: AttentionCase, step: Step) -> AttentionCase:
     """Returns the case of one step: its rows and its keys, with mask and grad_out cut to
-    these. It is causal only where causality hides one of these keys. It has no sinks,
-    which are added at the merge."""
+    these. With a mask, rows and keys are one range each. It is causal only where
+    causality hides one of these keys. It has no sinks, which are added at the merge."""
     rows, keys = step
     hides = case.is_causal and keys[-1].stop - 1 > rows[0].start + case.causal_offset
     by_position = hides or case.window is not None
@@ -253,9 +256,9 @@ def claims(
 ) -> Mapping[str, object] | None:
     """Returns how the merged shards round, as options of `emulated`; for a single shard
     (`output.did` has no `shards`) the claim of the operator that ran. None where no
-    emulation covers it: a running result stored in a narrow format between two merges,
-    gradients added up in one, a rounded difference (`promoted`), and `zigzag`, whose
-    shards are two chunks each.
+    emulation covers it: a running result stored in another `merge_format` than float32
+    and float64 between two merges, gradients added up in one, a rounded difference
+    (`promoted`), and `zigzag`, whose shards are two chunks each.
 
     A recipe has splits of the keys, merged in full precision: each split's O is rounded
     at `merge` as it is handed over, its dQ at `dq_partial`; where queries are divided too
@@ -320,10 +323,10 @@ def sharded(case: AttentionCase, **options: object) -> Output:
 def _run_shards(
     case: AttentionCase, options: Mapping[str, Any], *, with_gradients: bool
 ) -> Output:
-    """Returns the output of the sharded call, with dq, dk and dv where `with_gradients`.
-    `options` are all of the kernel's. Raises Refused where the order or the inner kernel
-    cannot take the case, MeasurementError where the inner kernel returns no log-sum-exp.
-    One shard is the inner kernel's own call."""
+    """Returns the output of the sharded call, with dq, dk and dv where `with_gradients`;
+    the case has a grad_out then. `options` are all of the kernel's. Raises Refused where
+    the order or the inner kernel cannot take the case, MeasurementError where the inner
+    kernel returns no log-sum-exp. One shard is the inner kernel's own call."""
     inner, shards, order = options["inner"], options["shards"], options["order"]
     if shards == 1:
         return (find(inner).gradients if with_gradients else find(inner).attend)(case)
@@ -363,8 +366,9 @@ def _forward_shards(
     casts: Mapping[str, str],
 ) -> tuple[State, Output]:
     """Returns the State (O, L) of all rows in the merge's arithmetic, and the inner
-    kernel's last output, which has evidence of what ran. `casts`: options of the inner
-    kernel. Raises MeasurementError where it returns no log-sum-exp."""
+    kernel's last output, which has evidence of what ran; without `steps` an Output with q
+    in place of one. `casts`: options of the inner kernel. Raises MeasurementError where
+    it returns no log-sum-exp."""
     last, states = Output(out=case.q), defaultdict(list)
     for rows, keys in steps:
         shard = step_case(case, (rows, keys))

@@ -73,9 +73,9 @@ class TiledSoftmax:
 
     def through_maxima(self, dm: Tensor, function: str) -> Tensor:
         """Returns what the gradients `dm` of the tiles' maxima [B, H, rows, tiles] add to
-        the gradient of the scores, [B, H, rows, keys]. `function`: `max` gives all to the
-        first of equal scores in a tile; any other name shares it equally among them, as
-        `torch.amax` does."""
+        the gradient of the scores, [B, H, rows, keys]. `function`: `max` gives all to one
+        of equal scores in a tile, the one that `torch.max` took; any other name shares it
+        equally among them, as `torch.amax` does."""
         if function == "max":
             starts = torch.arange(0, self.keys, self.tile, device=dm.device)
             return torch.zeros_like(self.P).scatter_(-1, self.place + starts, dm)

@@ -56,8 +56,8 @@ def varlen_attn(case: AttentionCase, *, uncovered: bool = False) -> Output:
     A sequence's keys are those that its mask shows, which must be its first ones.
     `uncovered` True puts the queries of sequences without keys behind all others and in
     no sequence, as padding is; their gradient is 0 all the same. Returns out and lse in
-    the case's order. Raises Refused where this PyTorch lacks an argument, no sequence has
-    a key, or a mask shows other keys than a sequence's first."""
+    the case's order. Raises Refused where this PyTorch lacks an argument, a mask shows
+    other keys than a sequence's first, or with `uncovered` no sequence has a key."""
     module = importlib.import_module(MODULE)
     takes = inspect.signature(module.varlen_attn).parameters.keys()  # of this PyTorch's
     lengths = _lengths(case)

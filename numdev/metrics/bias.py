@@ -38,15 +38,16 @@ def bias(features: Numbers, along: Numbers, counts: Numbers) -> list[dict[str, o
     `feature 3`).
 
     Summed over rows of each sequence: signed differences from the floor in ulps,
-    `features` [sequences, H, features], and `along` the reference's sign [sequences, H];
-    `counts` [sequences, H, features]: of how many elements.
+    `features` [sequences, H, features], at least one feature, and `along` the reference's
+    sign [sequences, H]; `counts` [sequences, H, features]: of how many elements.
 
-    A sequence without a usable element is no observation; with fewer than two sequences
-    the last four fields are None. `bias_p` is corrected for the family (Bonferroni with
-    weights, so that the 64 or 128 features do not drown the two overall means: these get
-    a quarter of the error rate each, the features share the other half). The correction
-    over heads is made where heads are seen together. Members of at least BIAS_ULP are
-    preferred, so that a tiny but certain bias does not hide a large one."""
+    A sequence without a usable element is no observation; means without an observation
+    are 0. For a head with fewer than two sequences the last four fields are None.
+    `bias_p` is corrected for the family (Bonferroni with weights, so that the 64 or 128
+    features do not drown the two overall means: these get a quarter of the error rate
+    each, the features share the other half). The correction over heads is made where
+    heads are seen together. Members of at least BIAS_ULP in magnitude are preferred, so
+    that a tiny but certain bias does not hide a large one."""
     overall, whole = features.sum(axis=-1), counts.sum(axis=-1)
     sums = np.concatenate([np.stack([overall, along], axis=-1), features], axis=-1)
     sizes = np.concatenate([np.stack([whole, whole], axis=-1), counts], axis=-1)
@@ -76,8 +77,9 @@ def _most_certain_means(
     means: Numbers, mean: Numbers, counts: Numbers, seen: Flags
 ) -> list[dict[str, object]]:
     """Returns for each head `bias_t`, `bias_p`, `bias_size` and `bias_of` of its most
-    certain mean, preferring means of at least BIAS_ULP. `means`, `counts` (elements) and
-    `seen` [sequences, H, 2 + features] are by sequence, `mean` [H, 2 + features] is over
+    certain mean, preferring means of at least BIAS_ULP in magnitude. `bias_p` is
+    corrected for the family, and at most 1. `means`, `counts` (elements) and `seen`
+    [sequences, H, 2 + features] are by sequence, `mean` [H, 2 + features] is over
     sequences; the first two columns are the plain mean and the mean along the sign."""
     from scipy.special import stdtr
 

@@ -62,16 +62,18 @@ def measure(
     of: int | Strata | None = None,
     bins: Tensor | None = None,
 ) -> Deviation:
-    """Returns all metrics of `output` [B, H, q_len, v_dim] against `yardstick`, head by
-    head. Rows that see no key are left out; an element that is not finite is counted and
-    not averaged; a number that means nothing is None, with its reason in `nulls`.
+    """Returns the metrics of `output` [B, H, q_len, v_dim] against `yardstick`, head by
+    head. Rows that see no key are left out, and elements that are not finite; `nonfinite`
+    counts elements where just one of output and floor is finite. A number that means
+    nothing is None, with its reason in `nulls`.
 
     `expected` is the output of the emulation the kernel claims to be, on the same inputs;
-    without it there is no expected_ratio, rms_ratio or worst_row. `of`: where the rows
-    are a sample, ordered by position, how many rows the call has, or the strata they come
-    from; then `interval` holds the intervals of some metrics. None: all rows are
-    measured. `bins`: which row is in which bin of positions, fp64 [rows, bins] of 0 and
-    1; with it the result has sums by bin."""
+    without it there is no expected_ratio, rms_ratio or worst_row, and `ratios` is None.
+    `of`: where the rows are a sample, ordered by position, how many rows the call has, or
+    the strata they come from; then `interval` holds the intervals of some metrics. None:
+    all rows are measured. `bins`: which row is in which bin of positions, fp64 [rows,
+    bins] of 0 and 1; with it the result has sums by bin, and in `compared` the first
+    three arguments."""
     by_row = row_sums(output, yardstick, expected)
     totals = to_host(by_row, bins, of)
     # A ratio that means nothing is told by what comes out
@@ -98,8 +100,10 @@ def measure(
 def measure_plain(
     output: Tensor, reference: Tensor, empty: Tensor, *, of: int | Strata | None = None
 ) -> Deviation:
-    """Returns the distances alone (no floor, ratio or bias) of a tensor without a floor,
-    such as the log-sum-exp.
+    """Returns the distances alone of a tensor without a floor, such as the log-sum-exp:
+    mean_abs, rms, max_abs and rel, beside the counts elements, empty_rows and nonfinite.
+    An element that is not finite in either tensor is left out; `nonfinite` counts those
+    that are finite in exactly one.
 
     Shapes [B, H, q_len] or [B, H, q_len, v_dim]; `empty`: bool [B, H, q_len], rows that
     see no key and are left out; `of`: where the rows are a sample, how many rows the call
@@ -128,7 +132,8 @@ def _format_metrics(totals: Totals, fmt: Format) -> dict[str, Column]:
     """Returns the metrics, [H], that need the floor's format `fmt`, the baseline or a
     prediction: max_ulp, fa_rule (left out without a baseline, and in formats below 16
     bits) and worst_row (left out without a prediction). Also `lost`: whether the
-    reference is below the format's rounding of its terms, so that `rel` means nothing."""
+    reference is at or below the format's rounding of its terms, so that `rel` means
+    nothing."""
     sums, largest = totals.sums, totals.largest
     columns: dict[str, Column] = {
         "max_ulp": largest["max_ulp"],
@@ -153,7 +158,8 @@ def _split_by_head(columns: Mapping[str, Column]) -> list[Metrics]:
 
 def _with_nulls_and_intervals(heads: list[Metrics], totals: Totals) -> list[Metrics]:
     """Sets every number of each head that means nothing to None, in place, with its
-    reason in `nulls`, and adds `interval` where rows are sampled. Returns the heads."""
+    reason in `nulls`. Returns copies of the heads after that, with `interval` where rows
+    are sampled."""
     of, certain = totals.left, totals.certain
     ends_by_head = (
         [] if of is None else intervals(totals.groups, totals.rows, of, certain)
@@ -166,7 +172,8 @@ def _with_nulls_and_intervals(heads: list[Metrics], totals: Totals) -> list[Metr
 
 def nullify(unit: Metrics, names: Sequence[str], why: str) -> None:
     """Sets the metrics `names` of one unit (a head) to None, in place, with the reason
-    `why` in `nulls`, and removes their intervals. `unit` must have `nulls` already."""
+    `why` in `nulls`, and removes their intervals. A name that was not there is added, and
+    so is an empty `interval`. `unit` must have `nulls` already."""
     intervals = unit.get("interval", {})
     unit.update(dict.fromkeys(names))
     unit["interval"] = {name: x for name, x in intervals.items() if name not in names}
@@ -178,7 +185,7 @@ def _with_nulls(head: Metrics) -> Metrics:
     in `nulls`, removes the flag `lost`, and returns the head. Numbers that mean nothing
     are: NaN and infinity; all but the counts of a head without elements; `rel` where the
     reference is lost in its terms; `flash_vs_precision` where the format changes nothing;
-    and the bias of fewer than two sequences."""
+    and the fields of UNJUDGED with fewer than two sequences. `elements` must be there."""
     nulls: dict[str, str] = {}
     lost = head.pop("lost", False)
     if head["elements"] == 0:

@@ -47,9 +47,12 @@ RMS = {
 
 
 def of_sums(sums: Sums) -> dict[str, Numbers]:
-    """Returns every metric, by name, that can be computed from these sums, in their
-    shape. A metric whose denominator is 0 is NaN or infinite. A metric whose sums are
-    missing is left out, but for `absolute`, `square` and `count`, which must be there."""
+    """Returns metrics by name, computed from these sums, in their shape: mean_abs, those
+    of RMS, and what follows from them beside the floor, the baseline and the prediction.
+    A metric whose denominator is 0 is NaN or infinite. A metric whose sums are missing is
+    left out. `absolute` and `count` must be there; beside `floor` or `plain` also
+    `square`, and beside these and `against` the other sums that come with them. Raises
+    KeyError without these."""
     metrics = {"mean_abs": sums["absolute"] / sums["count"]}
     for name, (squares, count) in RMS.items():
         if sums.keys() >= {squares, count}:
@@ -78,10 +81,11 @@ def of_sums(sums: Sums) -> dict[str, Numbers]:
 def intervals(
     groups: Sums, rows: int, of: int, certain: Numbers | None = None
 ) -> list[dict[str, Interval]]:
-    """Returns for each head the 95 % intervals (low, high) of its metrics, by name, from
-    a sample of `rows` rows in order of position. `groups`: sums over the rows dealt to
-    groups [H, GROUPS]; `of`: how many rows the sample stands for; `certain` [sums, H], in
-    the order of `groups`: sums over further rows that are all measured.
+    """Returns for each head the 95 % intervals (low, high) of its metrics, those of
+    `of_sums`, by name, from a sample of `rows` rows in order of position. `groups`: sums
+    over the rows dealt to groups [H, GROUPS]; `of`: how many rows the sample stands for;
+    `certain` [sums, H], in the order of `groups`: sums over further rows that are all
+    measured.
 
     A metric without a finite interval is left out, and all are for fewer than two rows. A
     metric of exactly 0 has the interval (0, 0)."""

@@ -31,6 +31,6 @@ def unmeasured(tensor: str, fmt: str, q_len: int, kv_len: int) -> str | None:
 
 def chosen_head(layer: int | None, call: int, count: int) -> int:
     """Returns the index, of `count` measured kv heads of a call (at least 1), of the one
-    head in which a sum in 16 bits is looked for: another one in each layer (None counts
-    as 0) and call, since it costs some matrix products."""
+    head in which a sum in 16 bits is looked for, since it costs some matrix products:
+    `layer` + `call`, modulo `count`. A `layer` of None counts as 0."""
     return ((layer or 0) + call) % count

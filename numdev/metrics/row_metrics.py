@@ -92,8 +92,8 @@ METRICS = (FIELDS - {"layer", "seed", "head", "step"}) | {"suspicion", *DERIVED}
 
 def value_of(row: DeviationRow, metric: str) -> tuple[Value, str | None]:
     """Returns a metric of a row by name, one of METRICS, and None; or None with the
-    reason in the row's `nulls`, which is None where it gives none. A ratio of ERRORS is 0
-    in a row without any error, though its denominator is 0."""
+    reason in the row's `nulls`, which is None where it gives none. A metric of ERRORS
+    that the row does not have, for whatever reason, is 0 where the row's rms is 0."""
     value: Value = DERIVED[metric](row) if metric in DERIVED else getattr(row, metric)
     if value is not None:
         return value, None
@@ -105,8 +105,9 @@ def value_of(row: DeviationRow, metric: str) -> tuple[Value, str | None]:
 def interval_of(row: DeviationRow, metric: str) -> tuple[float, float] | None:
     """Returns the 95 % interval of a metric that is estimated from sampled rows; None
     where it has none, and for a text. A ratio of ERRORS in a row without any error has
-    the interval of its rms. `noise_ratio` and `lse_error` get theirs from that of the
-    rms; a derived metric of 0 has the interval (0, 0)."""
+    the interval of its rms. `lse_error` gets its own from that of the rms in proportion,
+    `noise_ratio` inversely. They have that of the rms itself where they or the rms are
+    missing, or it begins at 0. A derived metric of 0 has the interval (0, 0)."""
     if metric in ERRORS and row.rms == 0:
         return row.interval.get("rms")
     if metric not in DERIVED:

@@ -34,10 +34,12 @@ class Sample:
 
     def draw(self, length: int, label: str) -> Tensor | None:
         """Returns `count` of the positions 0 to length - 1, ascending, int64 [count] on
-        the CPU; None where `count` reaches the length: then all rows are measured.
+        the CPU: one drawn from each of `count` parts, whose lengths differ by one at
+        most. None where `count` reaches the length: then all rows are measured. `count`
+        is at least 1.
 
-        Depends on nothing but the fields and the arguments; another `label`, the name of
-        a call, gets other positions."""
+        Depends on nothing but the fields and the arguments; with another `label`, the
+        name of a call, other positions are drawn."""
         if self.count >= length:
             return None
         text = f"{self.seed} {label} {length} {self.count}".encode()
@@ -65,7 +67,8 @@ class Strata:
         cls, drawn: Tensor, suspects: Tensor, length: int
     ) -> tuple[Tensor, Strata]:
         """Returns the rows of a call of `length` rows that are `drawn` or `suspects`
-        (indices, int64), ascending and each once, and why each is measured."""
+        (indices, int64), ascending and each once, and why each is measured: a row may be
+        both."""
         rows = torch.cat([drawn, suspects]).unique()
         was_drawn, stands_out = (torch.isin(rows, some) for some in (drawn, suspects))
         return rows, cls(of=length, drawn=was_drawn, suspects=stands_out)
@@ -74,8 +77,9 @@ class Strata:
 @functools.lru_cache(maxsize=256)
 def starts(length: int) -> tuple[int, ...]:
     """Returns the first row of every bin of positions in a call of `length` rows,
-    ascending from 0, at most BINS: 0, 1, 2, 4, 8 and so on, then in equal steps. Empty
-    for a call of fewer than FEWEST rows."""
+    ascending from 0, at most BINS. In a long call they are 0, 1, 2, 4, 8 and so on, then
+    in steps that differ by one at most; in a call of up to BINS rows each row is a bin.
+    Empty for a call of fewer than FEWEST rows."""
     first_rows: list[int] = []
     at = 0 if length >= FEWEST else length
     while at < length:

@@ -99,9 +99,9 @@ class Counted:
 
     @classmethod
     def of(cls, o: Tensor, e: Tensor | None, y: yardstick.Yardstick) -> Counted:
-        """Returns which elements count of an output `o`, for a yardstick `y`, and of an
-        expected output `e` (None: there is none), both in dtypes that PyTorch computes
-        in. `o` [B, H, rows, features]."""
+        """Returns which elements count of an output `o` [B, H, rows, features], for a
+        yardstick `y`, and of an expected output `e` of its shape (None: there is none).
+        Both are in dtypes that PyTorch computes in, so of no 8-bit format."""
         # One wait for the device
         is_finite, *of_expected = each_finite([o] if e is None else [o, e])
         rows = y.rows
@@ -134,9 +134,12 @@ def row_sums(
     output: Tensor, y: yardstick.Yardstick, expected: Tensor | None = None
 ) -> RowSums:
     """Returns the sums over each row of an output [B, H, rows, features], measured
-    against a yardstick and the emulation's output `expected` of the same shape; without
-    one (None) nothing is compared with a prediction. In what is summed of the output,
-    elements count where it and the reference are finite; `nonfinite` counts those that
+    against a yardstick and the emulation's output `expected` of the same shape; None:
+    nothing is compared with a prediction. What is summed of the output is over the
+    elements of rows that see a key where output and reference are finite. Beside the
+    baseline or `expected`, that must be finite there too. The signed sums also leave out
+    elements whose floor is not finite, and rows that repeat others. Sums of the yardstick
+    alone (floor, baseline) do not depend on the output. `nonfinite` counts elements that
     are finite in the output and not in the floor, or the reverse, in rows that see a
     key."""
     o = yardstick.widened(output)
@@ -187,8 +190,8 @@ def _fastest_element_sums(
 ) -> ElementSums:
     """Returns the sums over elements by the fastest way. That is the Triton kernel where
     Triton is installed and the output is on a GPU, has more than SMALL elements of 16
-    bits or more, and all of them count; else steps of PyTorch. `e`: the expected output
-    or None."""
+    bits or more, and all of them count, beside `e` too; else steps of PyTorch. `e`: the
+    expected output or None."""
     if not (counted.is_regular and counted.is_alike):
         masks = counted.rows.usable, counted.beside, counted.compared
         return element_sums(o, e, y, *masks, is_floor=is_floor)
@@ -243,10 +246,13 @@ def element_sums(
     is_floor: bool = False,
 ) -> ElementSums:
     """Returns the sums over the elements of an output `o` [B, H, rows, features] by steps
-    of PyTorch. `e`: the expected output or None. Masks, bool of o's shape: elements of
-    `usable` count, those of `beside` in comparisons with the baseline, those of
-    `compared` in `predicted`; None: all count. `is_floor`: whether `o` is the floor
-    itself, which is at no distance from itself."""
+    of PyTorch, in a dtype that it computes in. `e`: the expected output; None:
+    `predicted` is None. Without a baseline in `y`, `from_baseline` and `from_floor` are
+    None. Masks, bool of o's shape: elements of `usable` count, those of `beside` in
+    `from_baseline` and `from_floor`, those of `compared` in `predicted`; None: all count.
+    With a mask, elements whose floor is not finite are left out beside the floor, and
+    rows that repeat others in `features` and `along`. `is_floor`: whether `o` is the
+    floor itself, which is at no distance from itself."""
     # In one layout, whatever the output's: the order of sums goes with the strides.
     error = (o - y.reference).contiguous()
     # The baseline may be of the output's own narrow dtype.
@@ -302,10 +308,11 @@ def _beside_floor(
 
 def plain_sums(output: Tensor, reference: Tensor, empty: Tensor) -> RowSums:
     """Returns the sums over each row for the distances alone of a tensor without a floor,
-    [B, H, rows] or [B, H, rows, features]: count, absolute, square, reference, empty_rows
-    and nonfinite, and max_abs among the largest. `empty`: bool [B, H, rows], rows that
-    are left out. Elements that are not finite in one tensor or in both are left out;
-    `nonfinite` counts those that are finite in exactly one."""
+    [B, H, rows] or [B, H, rows, features]: count, absolute, square, reference (the sum of
+    its squares), empty_rows and nonfinite, and max_abs among the largest. `empty`: bool
+    [B, H, rows], rows that are left out of all but empty_rows. Elements that are not
+    finite in one tensor or in both are left out; `nonfinite` counts those that are finite
+    in exactly one."""
     if output.ndim == 3:
         output, reference = output[..., None], reference[..., None]
     o = yardstick.widened(output)
@@ -329,10 +336,11 @@ def to_host(
     x: RowSums, bins: Tensor | None = None, of: int | Strata | None = None
 ) -> Totals:
     """Deals rows to groups and returns all sums on the host, copied in one transfer.
-    `bins`: which row is in which bin of positions, fp64 [rows, bins] of 0 and 1; None: no
-    sums by bin. `of`: where rows are a sample, how many rows the call has, or the strata
-    they come from; None: all rows are there. Of strata, rows that stood out are in no
-    group: `certain` has their sums."""
+    `bins`: which row is in which bin of positions, fp64 [rows, bins] of 0 and 1, for the
+    sums of `row_sums`; None: no sums by bin. `of`: where rows are a sample, how many rows
+    the call has, or the strata they come from; None: all rows are there. With a number
+    `sums` are those of the sampled rows, not scaled up. With strata they are estimates
+    for the call; rows that stood out are in no group, and `certain` has their sums."""
     binned = tuple(name for name in ALONG if name in x.sums and bins is not None)
     sums = torch.stack(list(x.sums.values()))
     in_groups = sums[..., ~of.suspects] if isinstance(of, Strata) else sums
@@ -375,9 +383,11 @@ def row_ratios(
     error: Tensor, predicted: Tensor, usable: Tensor, y: yardstick.Yardstick
 ) -> Tensor:
     """Returns |error_i| over what is predicted for the row, [B, H, rows]; 0 in a row
-    without an error. What is predicted counts as at least what is typical of the head, as
-    in `_ratios_to_prediction`. `error` and `predicted`, both minus the reference, [B, H,
-    rows, features], are 0 where `usable` (bool, same shape) is False."""
+    without an error. What is predicted is joined with what fp32 arithmetic may err, and
+    counts as at least what is typical of the head, u |r_i| / sqrt(12) and u
+    SMALLEST_SCALE. NaN for an error in a head of which no row has terms of SMALLEST_SCALE
+    or more. `error` and `predicted`, both minus the reference, [B, H, rows, features],
+    are 0 where `usable` (bool, same shape) is False."""
     rows = y.rows_where(y.usable & usable)
     sizes = rows.predicted(yardstick.row_norm(predicted))
     squares = (torch.stack([sizes, rows.least]) / rows.unit).square()
@@ -390,9 +400,11 @@ def _ratios_to_prediction(
     """Returns rows' errors `size` over what is `predicted`, all [B, H, rows]; 0 where
     `size` is 0. What is predicted counts as at least u |r_i| / sqrt(12) and u
     SMALLEST_SCALE. It also counts as at least what is typical of the head, since that one
-    row's roundings happen to cancel is no prediction: the rms over rows of what is
-    predicted relative to |term scale_i|. `squares` [2, B, H, rows]: of what is predicted
-    and of the least that may be, relative."""
+    row's roundings happen to cancel is no prediction. Typical is a root mean square over
+    the judged rows of all sequences, relative to |term scale_i|: of what is predicted, or
+    of the least that may be where this is larger. NaN for an error in a head without a
+    judged row. `squares` [2, B, H, rows]: of what is predicted and of the least that may
+    be, relative."""
     typical = (squares.sum(dim=(1, 3)).amax(dim=0) / rows.judged_count).sqrt()
     allowed = torch.maximum(predicted, typical[None, :, None] * rows.scale)
     allowed = torch.maximum(allowed, rows.least).clamp_min(rows.least_allowed)

@@ -19,9 +19,10 @@ BLOCKS = 8  # how many times
 
 
 def element_sums(o: Tensor, e: Tensor | None, y: Yardstick) -> ElementSums:
-    """Returns the row sums of an output `o` [B, H, rows, features] on CUDA of which every
-    element counts: no empty row, nothing that is not finite. `e`: the expected output;
-    None: `predicted` is None. Without a baseline in `y` the sums against it are None."""
+    """Returns the row sums of an output `o` [B, H, rows, features] on CUDA, of 16 bits or
+    more, of which every element counts: no row is empty or repeats another, nothing is
+    not finite. `e`: the expected output; None: `predicted` is None. Without a baseline in
+    `y`, `from_baseline` and `from_floor` are None."""
     batch, heads, rows, width = o.shape
     block_d = 1 << (width - 1).bit_length()
     block = max(1, ELEMENTS // block_d)
@@ -66,13 +67,14 @@ def compare_rows(
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
     PREDICTED: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
-    """Writes an output's sums for each row into TABLE [columns, heads, rows], and its
-    sums for each feature, over the rows of a chunk, into FEATURES [heads, chunks, width].
+    """Writes an output's sums and maxima for each row into TABLE [8, heads, rows], and
+    its sums for each feature, over the rows of a chunk, into FEATURES [heads, chunks,
+    width].
 
     Tensors are [heads, rows, width], contiguous, heads being batch entries times heads
     and the grid's first axis. A program takes CHUNK rows of a head, the grid's second
-    axis, BLOCK of them at a time. EXPECTED is read with PREDICTED only, BASELINE with
-    BESIDE."""
+    axis, BLOCK of them at a time. EXPECTED is read, and column 5 of TABLE written, with
+    PREDICTED only; BASELINE, and columns 6 and 7, with BESIDE."""
     head, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d, features = tl.arange(0, BLOCK_D), tl.zeros([BLOCK_D], tl.float64)
     for first in range(chunk * CHUNK, tl.minimum(rows, chunk * CHUNK + CHUNK), BLOCK):

@@ -46,6 +46,8 @@ def noise(runs: Sequence[Tensor]) -> list[Noise]:
     several runs, at least one: the root mean square difference of two runs, over all
     pairs and the elements that are finite in both. It is None for a single run, and where
     no element is finite in both of any pair; else 0 for runs of the same bits.
+    `flickering` counts elements that are not finite in a run, and not the same in
+    another.
 
     Two runs are brought to fp64 at a time, some heads at a time. Raises MeasurementError
     where runs differ in shape or dtype."""

@@ -29,10 +29,11 @@ Mean = tuple[float, float | None, float | None]
 
 def interval(values: Sequence[float], least: float = -math.inf) -> Mean:
     """Returns the mean of at least one value and the ends of its 95 % interval (Student's
-    t); None for both ends of a single value. Of a quantity that is never below `least`
-    the interval begins there: what is impossible is left out, which changes no coverage
+    t); None for both ends of a single value. Of a quantity that is never below `least` no
+    interval begins below it: what is impossible is left out, which changes no coverage
     (Mandelkern, "Setting confidence intervals for bounded parameters", Statist. Sci. 17,
-    2002)."""
+    2002). With NaN among several values the mean and the upper end are NaN, and the lower
+    end is `least`."""
     # With scipy a third of a second that `numdev gate` need not wait for
     import numpy as np
     from scipy.special import stdtrit
@@ -47,10 +48,11 @@ def interval(values: Sequence[float], least: float = -math.inf) -> Mean:
 
 
 def factor(ratios: Sequence[float]) -> Mean:
-    """Returns the geometric mean of at least one ratio and its 95 % interval, from
+    """Returns the geometric mean of at least one finite ratio and its 95 % interval, from
     logarithms: a ratio and its inverse say the same. Where a ratio is not positive it is
     the ordinary mean with its interval, which begins at 0 or above where no ratio is
-    negative. None for the ends of a single ratio, or of an interval beyond float64."""
+    negative. None for the ends of a single ratio, or of an interval of the geometric mean
+    beyond float64."""
     if min(ratios) <= 0:
         return interval(ratios, least=0.0 if min(ratios) == 0 else -math.inf)
     mean, low, high = interval([math.log(ratio) for ratio in ratios])

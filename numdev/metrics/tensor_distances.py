@@ -24,8 +24,8 @@ class Paired:
     """Distances of a from b, in the units of their values.
 
     Over the elements that are finite in both. A number is None where there is no such
-    element, where what it is relative to is zero, and where the squares it takes leave
-    float64's range."""
+    element, where what it is relative to is zero, and where it, a sum or a square that it
+    takes leaves float64's range."""
 
     elements: int
     # NaN or infinite in a, in b or in both, alike or not: left out of what follows
@@ -40,7 +40,10 @@ class Paired:
 def paired(a: Tensor, b: Tensor) -> Paired:
     """Returns all distances, computed in fp64, of two tensors of one shape on one device,
     of any real floating-point dtypes, also two different ones. Elements that are NaN or
-    infinite in either are counted in `nonfinite` and left out."""
+    infinite in either are counted in `nonfinite` and left out. All distances are None
+    without an element that is finite in both; `rel` also where those of `b` are all 0. A
+    distance is None too where it, or a sum of differences or squares that it takes, is
+    beyond float64's range."""
     a, b = a.detach().reshape(-1), b.detach().reshape(-1)
     block_sums, largest = [], []
     for x, y, both in _finite_blocks(a, b):

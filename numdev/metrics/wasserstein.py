@@ -65,8 +65,8 @@ def _sorted_copy(x: Tensor) -> Tensor:
 
 def _count_values(x: Tensor) -> tuple[Values, Values]:
     """Returns the values of x [n], of an 8- or 16-bit dtype, in ascending order, NaN
-    last, and how often each occurs, on the host. Two bit patterns may have one value
-    (both zeros, all NaN): such a value comes twice."""
+    last, and how often each occurs, on the host. Several bit patterns may have one value
+    (both zeros, all NaN): such a value comes once for each pattern in x."""
     size = 256**x.dtype.itemsize
     bits = x.view(torch.uint8 if x.dtype.itemsize == 1 else torch.int16)
     counts = torch.zeros(size, dtype=torch.int64, device=x.device)
@@ -118,9 +118,9 @@ def blocks(length: int, device: torch.device) -> Iterator[slice]:
 
 
 def total(x: Tensor) -> Tensor:
-    """Returns the sum of a float64 tensor, as a tensor without dimensions, on its device.
-    NaN and infinity propagate, a sum beyond float64's range is infinite, and that of
-    nothing is 0."""
+    """Returns the sum of a float64 tensor that requires no gradient, as a tensor without
+    dimensions, on its device. NaN and infinity propagate, a sum beyond float64's range is
+    infinite, and that of nothing is 0."""
     if x.device.type != "cpu":
         return x.sum()
     # numpy's sum, unlike torch's, adds in the same order however many threads there are.

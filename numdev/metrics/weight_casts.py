@@ -18,9 +18,9 @@ def weight_row(name: str, tensor: Tensor, fmt: Format) -> WeightRow:
     element, and `rel` also for one of zeros. Raises UsageError for a dtype without a
     format, as of integers.
 
-    Elements the format cannot hold, or that were not finite to begin with, are counted
-    and left out of the averages. Sums are fp64; WEIGHTS_AT_ONCE elements at a time bound
-    memory."""
+    Elements that are not finite in the format, such as those beyond its largest value,
+    are counted in `nonfinite` and left out of all three. Sums are fp64; WEIGHTS_AT_ONCE
+    elements at a time bound memory."""
     lossless = fmt.contains(format_of(tensor.dtype))
     parts = tensor.detach().reshape(-1).split(WEIGHTS_AT_ONCE) if tensor.numel() else ()
     sums = [_cast_sums(part, None if lossless else fmt) for part in parts]

@@ -89,8 +89,9 @@ class Yardstick:
 
     @cached_property
     def floor(self) -> Tensor:
-        """Returns the reference rounded once to the format: the least error possible in
-        it."""
+        """Returns the reference rounded once to the format, to nearest, in fp64: the
+        least error possible in it. Values beyond the format's largest become infinite, or
+        NaN in a format without infinity."""
         return round_to(self.reference, self.format)
 
     @cached_property
@@ -106,7 +107,8 @@ class Yardstick:
 
     @cached_property
     def spacing(self) -> Tensor:
-        """Returns one ulp of the format at each element's term scale, fp64."""
+        """Returns one ulp of the format at each element's term scale, fp64; NaN where the
+        term scale is not finite."""
         return ulp(self.term_scale, self.format)
 
     @cached_property
@@ -204,16 +206,17 @@ class Yardstick:
 
     @cached_property
     def sums(self) -> Sums:
-        """Returns sums over the elements of each row, by name, [B, H, rows] each: of the
-        squares of the floor's error (`floor`), of the baseline's (`plain`), of what
-        rounding the inputs moves the reference (`moved`), and of the baseline's
-        difference from `baseline_fp32` (`cast_apart`). With each comes the number of
-        elements, those that are finite in it (`floor_count`, ...). Without a tensor its
-        sums are left out. Also `least`, and `empty_rows` (1 or 0).
+        """Returns sums over the elements of each row, by name, [B, H, rows] each. They
+        are of the squares of the floor's error (`floor`), of the baseline's (`plain`), of
+        what rounding the inputs moves the reference (`moved`), and of the baseline's
+        difference from `baseline_fp32` (`cast_apart`). With each comes the number of its
+        elements: `floor_count`, `plain_count`, `moved_count` and `cast_count`. These are
+        the usable ones that are finite in both tensors. Without a tensor its sums are
+        left out. Also `least`, and `empty_rows` (1 or 0).
 
-        u^2 |r_i|^2 / 12 is the least a rounding floor may count as: it is below the floor
-        of values that fill their binades, and stands in where all are exact (V = 1) and
-        the floor is 0."""
+        `least` is u^2 |r_i|^2 / 12, the least a rounding floor may count as. It is below
+        the floor of values that fill their binades, and stands in where all are exact (V
+        = 1) and the floor is 0."""
         size = self.rows.size
         if not self.regular:
             fine = self.usable & self.floor_finite
@@ -242,8 +245,8 @@ class Yardstick:
 
     @cached_property
     def allowance(self) -> Sums:
-        """Returns `fa_allowance` over all usable elements, for a baseline that is finite
-        in all. Needs a baseline."""
+        """Returns `plain_from_floor` and `shifted`, as `fa_allowance`, over all elements
+        of a regular yardstick. Needs a baseline."""
         return self.fa_allowance(None)
 
     def fa_allowance(self, usable: Tensor | None) -> Sums:
@@ -251,7 +254,9 @@ class Yardstick:
         row, as `plain_from_floor` and `shifted` [B, H, rows]. Plain is the baseline, ref
         the exact answer cast to the format, in which the shifts are computed.
         Flash-attention's own test allows twice the sum of both. `usable`: a mask of the
-        elements that count; None: all, of a regular yardstick. Needs a baseline."""
+        elements that count where the floor is finite; None: all, of a regular yardstick.
+        Needs a baseline that is finite in these elements, and a format of 16 bits or more
+        that torch has a dtype for."""
         assert self.baseline is not None
         floor, plain = self.floor, self.baseline - self.floor
         if usable is not None:
@@ -279,13 +284,13 @@ def count_of(mask: Tensor, dim: int) -> Tensor:
 
 def widened(x: Tensor) -> Tensor:
     """Returns x detached, of the same values, in a dtype that PyTorch can compute with:
-    8-bit formats become float32, others stay."""
+    dtypes of 8 bits, integers too, become float32, others stay."""
     return x.detach() if x.element_size() > 1 else x.detach().float()
 
 
 def rounding(fmt: Format) -> float:
-    """Returns u / sqrt(12): the least rms of a rounding error, relative to what is
-    rounded."""
+    """Returns u / sqrt(12): the least rms of rounding errors, relative to what is
+    rounded, where values fill their binades."""
     return fmt.unit_roundoff / math.sqrt(12)
 
 

@@ -77,8 +77,8 @@ def of_keys(
     nowhere and gave O [B, H, q_len, v_dim] and L [B, H, q_len]. dK and dV [B, kv_heads,
     n, ...] are those of the keys `keys` (int64 indices [n]) alone, in this order; dQ is
     0. Costs O(q_len keys). The recipe's `delta_from` and `delta_sign` are not used.
-    Raises Refused for a case without grad_out, or with a format that the `compute` dtype
-    does not hold."""
+    Raises Refused where the case has no grad_out, its format cannot do what the recipe
+    asks, or the `compute` dtype does not hold grad_out."""
     r = rounder(case, dataclasses.replace(recipe, delta_from="dO*O", delta_sign="own"))
     return from_forward(r, O, r("lse", L.to(r.dtype)), keys)
 
@@ -88,8 +88,9 @@ def from_forward(
 ) -> Gradients:
     """Returns dQ, dK and dV for an O [B, H, q_len, v_dim] and an L [B, H, q_len] that
     another kernel computed, rounded as they are returned. `keys` (int64 indices [n]): dK
-    and dV of these keys alone, and dQ of 0; None: of all keys. Raises UsageError for a
-    case without grad_out."""
+    and dV of these keys alone, and dQ of 0; only for a recipe whose delta is from dO and
+    O with its own sign. None: of all keys. Raises UsageError for a case without
+    grad_out."""
     with torch.no_grad(), plain_arithmetic(r.case.q.device):
         q, q_s, k, v = fwd.operands_of(r)
         O, L = O.to(r.dtype), L.to(r.dtype)
@@ -209,7 +210,7 @@ def backward(inputs: BackwardInputs, *, at_once: bool = False) -> Gradients:
     """Returns dQ [B, H, q_len, head_dim], dK and dV [B, kv_heads, keys, ...], not yet
     cast. dK and dV are summed over the query heads of a kv head, one after the other;
     with `at_once` over all of them together, where the recipe `is_at_once`. With
-    `inputs.some` they are of these keys alone, and dQ is 0."""
+    `inputs.some`, and without `at_once`, they are of these keys alone, and dQ is 0."""
     r, recipe, case = inputs.r, inputs.r.recipe, inputs.r.case
     q_len, group = case.q_len, case.group
     if at_once and is_at_once(r):
@@ -429,9 +430,9 @@ def _add_over_rows(
 
 def blocks(inputs: BackwardInputs, of_rows: slice | None = None) -> Iterator[Block]:
     """Yields (rows, keys) that cover every pair visible by position once, for the rows
-    `of_rows`; None: all. Both are whole tiles, as many as memory allows; rows ascend, and
-    keys are in the recipe's order. With `inputs.some`, `keys` are those indices, in every
-    item."""
+    `of_rows`; None: all. Both are whole tiles, as many as memory allows, rows counted
+    from the first of them; rows ascend, and keys are in the recipe's order. With
+    `inputs.some`, `keys` are those indices, in every item."""
     r, case, (block_q, block_kv) = inputs.r, inputs.r.case, inputs.r.tile
     of_rows = of_rows or slice(0, case.q_len)
     cells = fwd.BLOCK_BYTES[case.q.device.type] // (8 * case.q.shape[0] * case.heads)

@@ -65,7 +65,7 @@ class Control:
     def kernel(self) -> Kernel:
         """Returns the fault as a kernel with the option `dose`, 0 by default (a sound
         emulation); it is not registered. The kernel refuses a case that cannot have the
-        dose, such as more keys dropped than it has."""
+        dose, as where it has no more keys than are dropped."""
         return Kernel(
             name=PREFIX + self.name,
             function=partial(self._run, names=("out",)),
@@ -205,13 +205,14 @@ def _truncated(case: AttentionCase, dose: float) -> Planted:
 
 
 def _one_head(case: AttentionCase, dose: float) -> Planted:
-    """Plants a first head whose results are `dose` (0.01: 1 %) too large."""
+    """Plants a first head whose results are `dose` (0.01: 1 %) too large: of dk and dv
+    the first kv head, of the others the first query head."""
     return _times(case, 1 + dose, heads=FIRST)
 
 
 def _dq_unscaled(case: AttentionCase, dose: float) -> Planted:
-    """Plants a dQ divided by the scale to the power of `dose`; at 1 it lacks the
-    scale."""
+    """Plants a dQ divided by the scale's magnitude to the power of `dose`; at 1 it lacks
+    the scale. Raises ZeroDivisionError for a scale of 0."""
     return _times(case, abs(case.scale) ** -dose, "dq")
 
 

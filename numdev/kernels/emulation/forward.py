@@ -416,9 +416,10 @@ def in_order(r: Rounder, tiles: Sequence[T]) -> Sequence[T]:
 
 
 def tiles(r: Rounder, split: slice) -> Iterator[tuple[slice, slice]]:
-    """Yields every tile of a split that some row can see by position, as (rows, keys), in
-    the order each row meets them: keys from a multiple of block_kv, rows in whole blocks
-    of block_q, as many blocks as memory allows."""
+    """Yields the tiles of a split, as (rows, keys), in the order each row meets them.
+    Keys begin at a multiple of block_kv. Rows are whole blocks of block_q, of which some
+    position can see one of the keys, as many blocks as memory allows. Of a case with some
+    rows of a call they are those of its rows that stand in these blocks."""
     case, (block_q, block_kv) = r.case, r.tile
     row_bytes = 8 * case.q.shape[0] * case.heads * block_kv
     step = block_q * max(1, BLOCK_BYTES[case.q.device.type] // (row_bytes * block_q))
@@ -547,9 +548,10 @@ def _maxima_met(r: Rounder, m_old: Tensor, tile_maxima: Tensor) -> tuple[Tensor,
 
 
 def _lagging_maxima(m_old: Tensor, tile_maxima: Tensor, lag: float) -> Tensor:
-    """Returns the running maximum after each tile, as `moved` has it, [..., tiles].
-    `m_old` [..., 1] is the maximum before the first tile. Each step of its loop finds the
-    next tile at which the maximum moves, which are few."""
+    """Returns the running maximum after each tile, [..., tiles]. It moves to a tile's
+    maximum where that is above it by more than `lag`, in log2, and else stays. `m_old`
+    [..., 1] is the maximum before the first tile. Each step of its loop finds the next
+    tile at which the maximum moves, which are few."""
     met = m_old.expand_as(tile_maxima).contiguous()
     places = torch.arange(tile_maxima.shape[-1], device=met.device)
     while bool((moves := (tile_maxima - met) * LOG2_E > lag).any()):
@@ -562,9 +564,10 @@ def _lagging_maxima(m_old: Tensor, tile_maxima: Tensor, lag: float) -> Tensor:
 def wide_blocks(
     r: Rounder, bytes_of: Mapping[str, int]
 ) -> Iterator[tuple[slice, Iterable[slice]]]:
-    """Yields (rows, blocks of the keys that they can see by position) for all rows;
-    blocks are whole tiles, in the order the rows meet them. `bytes_of`: by device type,
-    how many bytes of fp32 scores one block may have; it has one tile at least."""
+    """Yields (rows, blocks of keys) for all rows. The blocks are whole tiles that have
+    the keys which these rows can see by position, in the order the rows meet them.
+    `bytes_of`: by device type, how many bytes of fp32 scores one block may have; it has
+    one tile of keys at least, of MIN_BLOCK_ROWS rows where there are as many."""
     case, block_kv = r.case, r.tile[1]
     for rows in _row_blocks(case, bytes_of, MIN_BLOCK_ROWS):
         seen = key_range(case, rows)
@@ -579,8 +582,9 @@ def _row_blocks(
     case: AttentionCase, bytes_of: Mapping[str, int], fewest: int
 ) -> Iterator[slice]:
     """Yields ranges of rows that cover the case, each with scores of all keys within
-    `bytes_of`, but `fewest` rows at least. Under causality large calls are divided into
-    CAUSAL_PARTS or more."""
+    `bytes_of`, but `fewest` rows at least. A whole call under causality whose scores are
+    many (CAUSAL_BYTES) is divided into CAUSAL_PARTS or more, whatever `fewest`. The last
+    range may have fewer rows."""
     step = min(max(_cells(case, bytes_of) // case.kv_len, fewest), case.q_len)
     part = -(-case.q_len // CAUSAL_PARTS)
     size = 4 * case.q.shape[0] * case.heads * part * case.kv_len

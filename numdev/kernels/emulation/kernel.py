@@ -104,16 +104,16 @@ def recipe_of(claim: Mapping[str, object], **overrides: Any) -> Recipe:
 
 def emulation(case: AttentionCase, claim: Mapping[str, object]) -> Tensor:
     """Returns the output that the claim predicts, [B, H, q_len, v_dim], float32. Raises
-    UsageError for an unknown name in the claim, Refused where the case's format cannot do
-    what it asks."""
+    UsageError for an unknown name or value in the claim, Refused where the case's format
+    cannot do what it asks."""
     return attend(case, recipe_of(claim), at_once=True)[0]
 
 
 def emulated_step(case: AttentionCase, claim: Mapping[str, object]) -> dict[str, Tensor]:
     """Returns what the claim predicts of a training step, float32: `out`, `dq`, `dk` and
-    `dv`, each in the shape of `Output`. Raises UsageError for an unknown name in the
-    claim, Refused without grad_out or where the case's format cannot do what the claim
-    asks."""
+    `dv`, each in the shape of `Output`. Raises UsageError for an unknown name or value in
+    the claim, Refused without grad_out or where the case's format cannot do what the
+    claim asks."""
     out, _, dq, dk, dv = backward.gradients(case, recipe_of(claim), at_once=True)
     return {"out": out, "dq": dq, "dk": dk, "dv": dv}
 
@@ -129,13 +129,13 @@ def unpredictable(
     element, as a clause; None where it does. A claim of None is never predicted. An
     emulation leaves out fp32 arithmetic, which must be small beside rounding. So the
     `working` format has at most MOST_BITS significant bits, and float32 contains it.
-    Where the format `returned` has more bits than that, the recipe must round somewhere
-    before the results are cast.
+    Where the format `returned` has more bits than that, the recipe must have `working` at
+    a site before the results are cast.
 
     `of_size`: returns why not even the size of an error is predicted. In float32 it is
     bounded, by the emulation together with what fp32 arithmetic may err
-    (`Yardstick.arithmetic`). Raises UsageError for an unknown name or value in the
-    claim."""
+    (`Yardstick.arithmetic`). Raises UsageError for an unknown name or value in a claim,
+    where no other reason comes first."""
     if of_size and claim is not None and working == returned == FORMATS["float32"]:
         return None
     if claim is None:
@@ -157,8 +157,9 @@ def returning(
 ) -> Mapping[str, object]:
     """Returns a copy of the claim (None: the defaults), changed for a kernel that
     returned other formats than the case's. `returned`: the format of the output, or of
-    each tensor by its name in `SITE_OF`. Where O came back in another format, backward is
-    assumed to read it so, unless the claim says otherwise."""
+    each tensor by its name in `SITE_OF` (else KeyError). Where O came back in another
+    format, backward is assumed to read it so, unless the claim says otherwise. Raises
+    UsageError then for an unknown name or value in the claim."""
     formats = {"out": returned} if isinstance(returned, Format) else returned
     changed = dict(claim or {})
     for tensor, fmt in formats.items():

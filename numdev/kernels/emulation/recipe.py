@@ -273,10 +273,10 @@ def recipe(preset: str = "fa2", **options: Any) -> Recipe:
     """Returns the preset with some of its parts replaced; a value of None leaves the
     preset's.
 
-    `preset`: a key of PRESETS. `options`: as `changed` takes them. With `memory` the
-    tiles follow FlashAttention-1's rule in every preset. Raises UsageError for an unknown
-    preset, option, format or choice, naming the closest, and for parts that contradict
-    one another."""
+    `preset`: a key of PRESETS. `options`: fields of FIELDS and sites by name, or sites
+    together as `sites`. With `memory` the tiles follow FlashAttention-1's rule. Raises
+    UsageError for an unknown preset, option, format or choice, for a number that a field
+    cannot have, and for parts that contradict one another."""
     if not isinstance(preset, str) or preset not in PRESETS:
         raise UsageError(f"unknown preset {preset!r}", hint=closest(str(preset), PRESETS))
     return changed(PRESETS[preset], **options)
@@ -290,7 +290,8 @@ def changed(
     what `start` has. `tiling` is no option: `algorithm: plain` sets it to all keys at
     once, `memory` to FlashAttention-1's. `softmax` sets `beta` and `tie_tolerance` to its
     defaults, if they are not options too. Raises UsageError for an unknown option, format
-    or choice, and for parts that contradict one another."""
+    or choice, for a number that a field cannot have, and for parts that contradict one
+    another."""
     parts = {k: v for k, v in {**(sites or {}), **options}.items() if v is not None}
     for name, value in parts.items():
         _check(name, value)

@@ -60,7 +60,8 @@ class Rounder:
 
     def stored(self, site: str, x: Tensor, preferred: torch.dtype) -> Tensor:
         """Returns x in a dtype that holds the values of the site's format: the preferred
-        one if it does, else float32 if that does, else as it is."""
+        one if it does, else float32 if that does, else as it is. As it is too where the
+        site is `exact`."""
         fmt = self.recipe.format_at(site, self.case.format)
         for dtype in (preferred, torch.float32):
             if fmt is not None and format_of(dtype).contains(fmt):
@@ -74,8 +75,8 @@ class Rounder:
         return (2 * drawn - 1).to(like.dtype)
 
     def rounds(self, *sites: str) -> bool:
-        """Whether at least one of these sites rounds. Raises KeyError for a name that is
-        no site."""
+        """Whether at least one of these sites rounds; False for none. `sites`: names of
+        sites."""
         return any(self.steps[site] is not None for site in sites)
 
 

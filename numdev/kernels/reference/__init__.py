@@ -45,7 +45,8 @@ not measured."""
 
 def attend(case: AttentionCase) -> Reference:
     """Returns O = softmax(S) V with S = bias + softcap(scale * Q K^T) in fp64, with its
-    log-sum-exp, term scale and empty rows.
+    log-sum-exp, term scale and empty rows. An empty row, which sees no key, has O = 0 and
+    a log-sum-exp of -inf, or of the sink.
 
     NaN and infinity in the inputs propagate as the arithmetic has it, but a key of
     probability 0 has no part in the sum, whatever its V holds. Inputs of any format are
@@ -103,9 +104,10 @@ def _with_fallback(
 
 
 def floor_of(reference: Reference, fmt: Format) -> Output:
-    """Returns the reference, and its gradients if it has them, rounded once to `fmt`: no
-    kernel that returns this format can have a smaller error everywhere. It has no
-    log-sum-exp, which kernels return in a wider format."""
+    """Returns the reference, and its gradients if it has them, rounded once to `fmt`, in
+    float64: no kernel that returns this format can have a smaller error everywhere, but
+    where a value is beyond the format's largest. It has no log-sum-exp, which kernels
+    return in a wider format."""
     floor = Output(out=round_to(reference.out, fmt), ran=reference.by)
     if not isinstance(reference, Gradients):
         return floor

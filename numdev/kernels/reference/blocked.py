@@ -230,8 +230,8 @@ def _attend(
     """Fills in these rows of `reference` (out, lse, term_scale, empty). `S` [B, H, rows,
     keys]: their scores, of which `m` [B, H, rows] are the largest; `values` [B, kv_heads,
     keys, 2 v_dim]: V and |V| of their keys, side by side. Returns exp(S - m), which
-    overwrites S, and its row sum l [B, H, rows], with the sink in it; there m is at least
-    the sink, and 0 in an empty row."""
+    overwrites S, and its row sum l [B, H, rows], with the sink in it. In both, m is at
+    least the sink, if there is one, and 0 where it would be -inf."""
     reference.empty[:, :, rows] = m == -math.inf
     sink = None if case.sinks is None else case.sinks.to(S)[None, :, None].expand_as(m)
     if sink is not None:
@@ -287,7 +287,7 @@ def _weigh_what_is_seen(weights: Tensor, values: Tensor, P: Tensor) -> Tensor:
     """Returns weights @ values [..., M, N], for weights and P [..., M, K] and values
     [..., K, N], where values of probability 0 (in P) do not count even if they are NaN or
     infinite: 0 * NaN would let a hidden key through, or not, depending on which block it
-    falls into. Elsewhere NaN and infinity propagate."""
+    falls into. `weights` are 0 there. Elsewhere NaN and infinity propagate."""
     O = weights @ torch.where(values.isfinite(), values, 0.0)
     infinite = values.isinf().double()
     positive, negative = (values == math.inf).double(), (values == -math.inf).double()

@@ -326,7 +326,7 @@ def _gpu_limits(device: torch.device) -> tuple[int, int]:
 def _keys_per_program(case: AttentionCase, tile: Tile, programs: int) -> int:
     """Returns how many keys a program takes: whole tiles, and all keys where at least
     PROGRAMS `programs` run. Fewer programs leave the GPU idle: then keys are divided into
-    parts, of LEAST_BLOCKS tiles at least."""
+    parts, of LEAST_BLOCKS tiles at least, the last one perhaps of fewer."""
     blocks, wanted = -(-case.kv_len // tile.block_kv), -(-PROGRAMS // programs)
     parts = min(wanted, max(1, blocks // LEAST_BLOCKS))
     return -(-blocks // parts) * tile.block_kv
@@ -538,9 +538,10 @@ def accept(case: AttentionCase) -> None:
 
 
 def accept_scores(forward: Mapping[str, Tensor]) -> None:
-    """Raises Refused where an additive mask lifts every score of a row beyond LARGEST: L
-    then says nothing of the differences between them, and P cannot be computed from it.
-    `forward` has `lse` and `empty`."""
+    """Raises Refused where the log-sum-exp of a row that sees a key is beyond LARGEST in
+    magnitude, as where an additive mask moves all its scores: L then says nothing of the
+    differences between them, and P cannot be computed from it. `forward` has `lse` and
+    `empty`."""
     size = forward["lse"].abs().masked_fill(forward["empty"], 0.0).amax().item()
     refuse((size > LARGEST, f"a row's scores are all about {size:.1g}, {TOO_LARGE}"))
 
@@ -575,7 +576,8 @@ def _unfit_reason(case: AttentionCase) -> str | None:
 
 def _out_of_range_reason(case: AttentionCase) -> str | None:
     """Returns why the numbers in the inputs do not suit the fused path (NaN or infinity,
-    or scores up to LARGEST); None where they do. Waits for the device."""
+    or scores that may exceed LARGEST); None where they do. A -inf in an additive mask
+    suits it. Waits for the device."""
     largest = [widened(x).abs().amax().double() for x in _factors(case)]
     if case.mask is not None and _is_additive(case):  # -inf hides; NaN and +inf spoil
         largest.append(widened(case.mask).clamp_min(0.0).amax().double())

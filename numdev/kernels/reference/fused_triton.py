@@ -66,8 +66,8 @@ def products(
     STAGES: tl.constexpr,
 ):
     """Returns A B^T and C E^T [BLOCK_Q, BLOCK_KV] in fp64, for `rows` of A and C and
-    `columns` (rows of B and E), which are AB and CE wide. Rows that are not `ok` count as
-    0."""
+    `columns` (rows of B and E). A and B are AB wide, C and E are CE wide, multiples of
+    BLOCK_D. Rows that are not `ok` count as 0."""
     x = tl.zeros([BLOCK_Q, BLOCK_KV], tl.float64)
     y = tl.zeros([BLOCK_Q, BLOCK_KV], tl.float64)
     # Of one width in one loop, which fills the pipeline once and not twice.
@@ -95,9 +95,10 @@ def add_product(x, A, B, rows, columns, rows_ok, columns_ok, at, WIDTH: tl.const
 
 @triton.jit
 def tile_visibility(i, j, i_ok, j_ok, low, high, LOW: tl.constexpr, HIGH: tl.constexpr):
-    """Returns two flags for a tile: whether any row at positions i sees any of the keys
-    j, and whether all see all. Position i sees keys i + low to i + high, where LOW and
-    HIGH say that there is such a limit."""
+    """Returns two flags for a tile. The first is False only where no row at positions i
+    sees any of the keys j; it may be True there too, as where positions have gaps. The
+    second says whether all see all. Position i sees keys i + low to i + high, where LOW
+    and HIGH say that there is such a limit."""
     i_min, i_max = tl.min(tl.where(i_ok, i, 2147483647)), tl.max(tl.where(i_ok, i, 0))
     j_min, j_max = tl.min(tl.where(j_ok, j, 2147483647)), tl.max(tl.where(j_ok, j, 0))
     some = j_max >= j_min

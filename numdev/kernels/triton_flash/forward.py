@@ -198,7 +198,8 @@ def forward(
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, PLAN: tl.constexpr,
 ):  # fmt: skip
     """Writes O [rows of a block, v_dim] and L of a block of rows. `scale`: the factor of
-    Q Kᵀ, in the plan's units. A row that sees no key is 0, with L = -inf."""
+    Q Kᵀ, in the plan's units. A row that sees no key is 0, with an L of -inf, or of the
+    sink."""
     V_WIDE: tl.constexpr = PLAN.v_wide
     blocks = tl.cdiv(size.q_len, BLOCK_Q)
     # Under a causal mask the last rows see the most keys: their programs had better
@@ -293,7 +294,7 @@ def add_key_tiles(
 @triton.jit
 def row_maximum(S, PLAN: tl.constexpr):
     """Returns the shift of each row of a tile, [rows]: its maximum. In the stabilised
-    softmax a maximum that is met more than once is replaced, as
+    softmax a maximum that several scores come near, within the tolerance, is replaced, as
     `emulation.forward.stabilised_shift` does (NaN where P would underflow)."""
     r = tl.max(S, 1)
     if PLAN.stabilised:

@@ -372,7 +372,8 @@ def _claims(
 
 def training_step(case: AttentionCase, **options: object) -> Output:
     """Runs both passes of a training step and returns out, lse, dq, dk and dv. dO is
-    brought to the inputs' dtype. Raises UsageError for a case without grad_out."""
+    brought to the inputs' dtype. `options`: all of the kernel's. Raises UsageError for a
+    case without grad_out."""
     dO = upstream_in(case, case.q.dtype)
     call = KernelCall.of(case, options)
     done, O = call.forward()
