@@ -107,14 +107,14 @@ def sharing(cluster: Cluster | None, device: str) -> Iterator[None]:
     an equal share, at least one; on a GPU as many as before. This process uses that
     number too, since a report has one number of threads. Changes nothing without local
     workers. `device`: as of `System.probe`. Raises UsageError for more workers than
-    processors, or than GPUs on a GPU."""
+    processors."""
     if cluster is None or cluster.workers is None:
         yield
         return
     on_cpu = System.probe(device).device == "cpu"
-    most = (os.cpu_count() or 1) if on_cpu else len(visible_gpus())
+    most = os.cpu_count() or 1
     if cluster.workers > most:
-        what = f"{most}, the number of {'processors' if on_cpu else 'GPUs'} here"
+        what = f"{most}, the number of processors here"
         raise UsageError(f"--workers: expected at most {what}, got {cluster.workers}")
     before = torch.get_num_threads()
     with (
@@ -323,7 +323,7 @@ def client_of(cluster: Cluster, system: System) -> Iterator[Client]:
             name: str(system.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
         }
         visible_to = [
-            {"CUDA_VISIBLE_DEVICES": gpus[i]} if gpus else {}
+            {"CUDA_VISIBLE_DEVICES": gpus[i % len(gpus)]} if gpus else {}
             for i in range(cluster.workers)
         ]
         local_only = {"host": "127.0.0.1", "dashboard": False}

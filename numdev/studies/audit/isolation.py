@@ -126,6 +126,9 @@ def tensors_of(record: object) -> dict[str, Tensor]:
 UNUSABLE = "its process gave an unusable answer"
 # What importing torch may take: seconds, but minutes on a cold network disk
 START_S = 300.0
+# How long the thread that talks to a worker may wait for the interpreter, in seconds.
+# Python's own 5 ms, some ten times a message, are as long as a small call.
+SWITCH_S = 0.0002
 NOTHING = bytes(TOKEN_BYTES)  # the token of the answer to no task: the worker is ready
 
 
@@ -318,6 +321,8 @@ class Worker:
     ready: Future[None] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.switch_s = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_S)
         started = self.started
         self.process = started.process
         self.channel = Channel(
@@ -394,6 +399,7 @@ class Worker:
         # Without a process it has its answer; only then is nothing read any more
         self.thread.shutdown(cancel_futures=True)
         self.channel.close()
+        sys.setswitchinterval(self.switch_s)
         remove_stale(Path(tempfile.gettempdir()), "numdev-")  # of a kernel that was ended
 
 
