@@ -95,11 +95,11 @@ def audit(
     measure. `save_cases`: a new directory for the calls. `say` gets messages that are not
     in the report. `options`: all other keys of an audit's YAML file (`heads`, `explain`).
 
-    Returns the report: a row for each head, tensor, kernel and format (`report.rows`),
-    `report.findings`, the ranking (`report.summary`). Errors are in the units of the
-    tensors, ratios are plain numbers; a number that means nothing is None, and the row's
-    `nulls` says why. Raises UsageError for a request that cannot be run here,
-    MeasurementError where nothing could be measured."""
+    Returns the report: a row for each head, tensor, kernel and format of each call
+    (`report.rows`), `report.findings`, the ranking (`report.summary`). Errors are in the
+    units of the tensors; a number that means nothing is None, and `nulls` says why.
+    Raises UsageError for a request that cannot be run here, MeasurementError where calls
+    cannot be captured or none be measured, OSError where a file cannot be written."""
     audited = _audit_subject(target, cases, inputs)
     named, functions = _named_kernels(kernels)
     flags = {
@@ -166,8 +166,8 @@ def _audit_subject(
     `cases` tell a model in memory, a path or name, attention calls, and mappings of
     cases. A mapping without a name gets `case 0`, `case 1` and so on, by its index. None
     of both: `demo`. Raises UsageError for both together, for inputs beside calls or
-    mappings, for a path target with inputs that are no path, and as `named_inputs` for a
-    model."""
+    mappings, for a path target with inputs that are no path, and for inputs that do not
+    fit the arguments of a model's forward."""
     if target is not None and cases is not None:
         raise UsageError("audit: expected a target or cases, got both")
     subject = target if cases is None else cases
@@ -258,15 +258,15 @@ def capture(
 def compare(
     *reports: str | Path | Report, allow: Sequence[str] = (), by_date: bool = False
 ) -> CompareReport:
-    """Returns what moved beyond noise from one audit (or sweep) to another of the same
-    request, as `numdev compare` shows it. Of three or more reports the last two are
-    compared, with the history of all. Each is a report, its file or its directory, the
-    oldest first. `allow` names the keys in which the requests may differ; `by_date` sorts
-    the reports by their dates.
+    """Returns what moved beyond noise from one report to another of the same request, as
+    `numdev compare` shows it. Each is a report, its file or its directory, the oldest
+    first. Of three or more, audits or sweeps, the last two are compared, with the history
+    of all. `allow` names the keys in which the requests may differ; `by_date` sorts the
+    reports by their dates.
 
-    Raises UsageError for fewer than two reports, a path that does not exist, and reports
-    that do not measure the same; MeasurementError for a report that cannot be parsed, is
-    not whole or contradicts itself."""
+    Raises UsageError for fewer than two reports, a path that does not exist, a kind that
+    cannot be compared, and reports that do not measure the same; MeasurementError for a
+    report that cannot be parsed, is not whole or contradicts itself."""
     sides = (Path(x) if isinstance(x, str) else x for x in reports)
     return comparing.compare(
         *sides, allow=allow, by_date=by_date, command="numdev.compare"
@@ -291,8 +291,9 @@ def logprobs(
 
     Returns the report: one row for each sequence of each side (`report.rows`), both sides
     together (`report.pairs`), the causes (`report.summary.sides`). Raises UsageError for
-    a request that cannot be run here, MeasurementError for files that cannot be parsed
-    and where no token can be compared, OSError where `output` cannot be made."""
+    a request that cannot be run here and an `output` that cannot be made,
+    MeasurementError for files that cannot be parsed and where no token can be compared,
+    OSError where a file of the report cannot be written."""
     from numdev.config import logprobs_request
     from numdev.studies.logprobs.study import logprobs_of_files
 
@@ -396,8 +397,8 @@ def _output_directory(output: str | Path | None, kind: str) -> Path | None:
 
 def _written(report: R, directory: Path | None) -> R:
     """Returns the report; writes it, its tables and its page into a directory first,
-    unless that is None. Raises MeasurementError where nothing could be measured, after
-    the report is written."""
+    unless that is None. Raises OSError where one of these cannot be written;
+    MeasurementError where nothing could be measured, after the report is written."""
     if directory is not None:
         reports.write(report, directory)
         html.write(report, directory)

@@ -58,8 +58,8 @@ class Option:
 
 def _as_choice(value: object) -> object:
     """Returns a name, or a mapping {name: NAME, option: value, ...}, as the fields of a
-    Choice (`name`, `options`). Other values, and a mapping with the key `options`, are
-    returned as they are."""
+    Choice (`name`, `options`). Other values, and a mapping with the key `options` or
+    without `name`, are returned as they are."""
     if isinstance(value, str):
         return {"name": value}
     if isinstance(value, Mapping) and "name" in value and "options" not in value:
@@ -111,8 +111,8 @@ class CaseConfig(Strict):
 
     @property
     def entry(self) -> str:
-        """Returns the name of the grid entry that the case comes from; its own name where
-        it is no cell of a grid."""
+        """Returns the name of the grid entry that the case comes from. Its own name where
+        it is no cell of a grid, or where its input regime is a grid itself."""
         place = ",".join(f"{axis}={value}" for axis, value in self.axes.items())
         return self.name.removesuffix(f"/{place}") if place else self.name
 
@@ -585,7 +585,8 @@ def sweep_request(path: Path, flags: Mapping[str, object]) -> SweepRequest:
 
 def _cached_model(name: str) -> str:
     """Returns the folder of a model of this name in the local cache of Hugging Face;
-    nothing is downloaded. Raises UsageError where the cache does not have it."""
+    nothing is downloaded. Raises UsageError where the cache does not have it, for a name
+    that is rather a path (`_is_path`), and where a file of a similar name is there."""
     hint = "give a checkpoint, a file of captured tensors, a YAML file, or `demo`"
     if near := similar_file(Path(name)):
         hint = f"did you mean {str(near)!r}?"

@@ -54,8 +54,8 @@ class Format:
 
     @property
     def unit_roundoff(self) -> float:
-        """Returns u = 2^-precision: the largest relative error of rounding a normal value
-        to nearest."""
+        """Returns u = 2^-precision. The relative error of rounding a value of the normal
+        range to nearest is below it."""
         return math.ldexp(1.0, -self.precision)
 
     @cached_property
@@ -260,14 +260,15 @@ def ulp(x: torch.Tensor, format: Format) -> torch.Tensor:
 
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether no element of any tensor is NaN or infinite, by one wait for the device.
-    True for no tensors and for empty ones. `tensors`: as of `each_finite`."""
+    """Whether no element of any tensor is NaN or infinite. True for no tensors and for
+    empty ones. `tensors`: real, all on one device."""
     return all(each_finite(tensors))
 
 
 def each_finite(tensors: Iterable[torch.Tensor]) -> list[bool]:
-    """Returns for each tensor whether none of its elements is NaN or infinite, by one
-    wait for the device; True for an empty one. `tensors`: real, all on one device."""
+    """Returns for each tensor whether none of its elements is NaN or infinite; True for
+    an empty one. `tensors`: real, all on one device, which is waited for once unless a
+    sum overflows."""
     # PyTorch has no arithmetic in 8 bits
     wide = [x.detach() if x.element_size() > 1 else x.detach().float() for x in tensors]
     if not wide:

@@ -286,7 +286,8 @@ def _axes(shapes: str) -> dict[str, tuple[int, ...]]:
 
 def _runner(target: str, around: Surroundings, process: FunctionProcess | None) -> RunAll:
     """Returns what runs a target in its surroundings on the draws of a plan, without
-    gradients: `process`, or this process where that is None."""
+    gradients: `process`, or this process where that is None. Raises UsageError for a
+    target that this process cannot import."""
     if process is not None:
         return in_process(process, target, backward=False, surroundings=around)
     return functools.partial(run_all, around.function_at(target), backward=False)
@@ -295,9 +296,10 @@ def _runner(target: str, around: Surroundings, process: FunctionProcess | None) 
 def output_judge(
     definition: str | Path | Definition, thresholds: Thresholds = None
 ) -> Callable[[Sequence[object], object], tuple[bool, str]]:
-    """Returns a judge of outputs beside a definition's reference, whose source is run:
-    (inputs in order, outputs) -> (whether they are right, the verdict in one line).
-    Raises UsageError for a file that is no definition, and for wrong rules."""
+    """Returns a judge of outputs beside a definition's reference, whose source is run
+    when the judge is called: (inputs in order, outputs) -> (whether they are right, the
+    verdict in one line). Raises UsageError for a file that is no definition, and for
+    wrong rules."""
     read = definition
     if not isinstance(read, Definition):
         read = read_definition(Path(read))
@@ -305,7 +307,9 @@ def output_judge(
 
     def judge(inputs: Sequence[object], outputs: object) -> tuple[bool, str]:
         """Returns whether outputs (one, a tuple in order, or a mapping by name) are what
-        the reference computes from the inputs, and the verdict in one line."""
+        the reference computes from the inputs, and the verdict in one line; False where
+        they cannot be judged. Raises UsageError where the reference's code cannot be run,
+        MeasurementError where the rules were made for another system."""
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         device = tensors[0].device.type if tensors else "cpu"
         with tempfile.TemporaryDirectory() as place:

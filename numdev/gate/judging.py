@@ -60,10 +60,11 @@ def judge_report(report: Report, rules: Rules | None = None) -> Judgement:
 
 
 def _check_request(report: Report) -> None:
-    """Raises MeasurementError where nothing of a report could be judged. A kernel of its
-    request has no name; or the request names kernels, and the plan says that it does not.
-    Or its source does not say how much of a text was asked for or read, or which weights
-    are not finite."""
+    """Raises MeasurementError where a report's request or source contradicts itself or
+    the plan. A kernel of its request has no name; or the request names kernels other than
+    the default ones, and the plan says that it does not. Or its source has only one of
+    how much of a text was asked for and read, or does not say which weights are not
+    finite, though it has parameters."""
     request, source, plan = (
         report.request,
         report.provenance.source,

@@ -143,7 +143,8 @@ class Limit(Strict):
     @model_validator(mode="after")
     def _has_one_limit(self) -> Limit:
         """Returns the limit; raises ValueError unless it has exactly one of `at_most`,
-        `at_least` and `absent`, and `absent` for statements alone."""
+        `at_least` and `absent`, which is `absent` for statements and for no other
+        metric."""
         if sum(x is not None for x in (self.at_most, self.absent, self.at_least)) != 1:
             raise ValueError("give one of at_most, at_least and absent")
         if (self.absent is not None) != (self.metric in STATEMENTS):
@@ -339,7 +340,8 @@ class Rules(Strict):
     @classmethod
     def _with_default_limits(cls, values: object) -> object:
         """Returns the values of a file with the default thresholds where it has none, and
-        the limits of kinds of reports gathered under `limits`."""
+        the limits of kinds of reports gathered under `limits`; what is no mapping as it
+        is. Raises ValueError for limits that are wrong."""
         if not isinstance(values, Mapping):
             return values
         whole = dict(values)

@@ -70,9 +70,9 @@ EMPTY = "no element of this tensor could be judged"
 
 
 def tests_of_rows(report: Measured, rules: Rules) -> Iterator[Test]:
-    """Yields a test for every rule on every tensor of every kernel in every format, in
-    the rules' order; for which calls ran; and for whether their inputs are finite, if
-    there are any cases."""
+    """Yields a test for every rule on every tensor of every kernel in every format that
+    it selects, in the rules' order; for which calls ran; and for whether their inputs are
+    finite, if there are any cases."""
     yield from threshold_tests(report.rows, report.plan, rules)
     yield from run_tests(report.rows, report.plan, rules)
     if report.cases:
@@ -130,7 +130,7 @@ def threshold_tests(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Test
 
 
 def _is_of_gradients(where: Selector) -> bool:
-    """Whether a selector fits gradients alone."""
+    """Whether a selector fits gradients alone, of the tensors of attention (TENSORS)."""
     specs = [
         spec for spec in TENSORS.values() if matches_patterns(where.tensor, spec.name)
     ]
@@ -138,9 +138,9 @@ def _is_of_gradients(where: Selector) -> bool:
 
 
 def _unmatched_pattern(where: Selector, groups: Groups) -> str:
-    """Returns a clause on the first of a selector's patterns that fit no row at all, with
-    the names that rows have: `; kernel mine is none of a, b`. Empty where each fits some
-    row."""
+    """Returns a clause on the first of a selector's fields `kernel`, `format` and
+    `tensor` whose patterns fit no row, with up to 8 names that rows have: `; kernel mine
+    is none of a, b`. Empty where there is none, and without rows."""
     for name in ("kernel", "format", "tensor"):
         present = dict.fromkeys(getattr(rows[0], name) for rows in groups.values())
         patterns = getattr(where, name)
@@ -372,8 +372,9 @@ def _rows_beyond_limit(
     threshold: Threshold, judged: Sequence[JudgedRow]
 ) -> list[JudgedRow]:
     """Returns rows beyond the limit. Where the limit is for a median there are none as
-    long as that is within; where certainty is asked for only those that are significant
-    over all of them together."""
+    long as that is within. Where certainty is asked for only those are that are
+    significant over all of them together; with `only_where` only those whose numbers are
+    large enough."""
     if not judged or (threshold.heads is not None and _median(judged).excess <= 1):
         return []
     if threshold.certain:

@@ -116,8 +116,8 @@ def _main_table(blocks: Sequence[doc.Node]) -> MainTable:
 
 def _map_parts(table: doc.Table) -> Iterator[doc.Table]:
     """Yields a table as it is laid out: a map of more than MAP_COLUMNS columns in parts
-    of equal width, each with the names of its rows, so that its cells can be read; any
-    other table as it is."""
+    of one width, the last perhaps narrower, each with the names of its rows, so that its
+    cells can be read; any other table as it is."""
     count = len(table.columns) - 1
     if table.kind != "map" or count <= MAP_COLUMNS:
         yield table

@@ -64,7 +64,7 @@ def document_of(
 ) -> doc.Document:
     """Returns the report as a document: verdicts, answer, findings, what its kind shows,
     and where the numbers come from. First sentences of the answer for which its kind has
-    a style stand among the verdicts; a sentence that a verdict repeats is left out. A
+    a style stand before the verdicts; a sentence that a verdict repeats is left out. A
     document stays as it is. Reproducers are looked for under `directory`; None:
     nowhere."""
     if isinstance(report, doc.Document):
@@ -148,7 +148,8 @@ def verdicts(
 
 def _passed_line(v: KernelVerdict, summary: KernelSummary | None, words: Words) -> str:
     """Returns the line on a kernel that passed and whose study has no words for it: how
-    far it is from fp64, else the rule that it came nearest to."""
+    far it is from fp64, else the rule that it came nearest to, else that no limit
+    applies."""
     if summary is not None and summary.max_abs is not None:
         return _error_line(summary, words)
     if v.rule is None:
@@ -173,8 +174,9 @@ def _finding_details(
     words: Words,
 ) -> str:
     """Returns the details of a finding, and how far off the kernel's output is in each of
-    these formats where a limit is exceeded. `summaries`: of the kernel in each format,
-    None where there is none; `words`: of the operation."""
+    these formats where a limit is exceeded, its elements are finite and it has an error
+    over the floor. `summaries`: of the kernel in each format, None where there is none;
+    `words`: of the operation."""
     far = [
         k
         for k in summaries
@@ -215,8 +217,8 @@ def _word_and_style(of: KernelVerdict | Finding) -> tuple[str, doc.Style]:
 def _error_line(k: KernelSummary, words: Words) -> str:
     """Returns how far a kernel that passed is from fp64: its error over the expected, the
     floor and the baseline's, as `_over_clause` writes it. Its largest error instead where
-    it has no error over the floor, and in float64, which the reference has too. `words`:
-    of the operation."""
+    its error over the floor is missing or too large to mean anything, and in float64,
+    which the reference has too. `words`: of the operation."""
     if k.format == "float64":
         return f"max difference {si(k.max_abs)} from the reference, which is float64 too"
     if k.floor_ratio is None or k.floor_ratio > MOST:
@@ -226,8 +228,9 @@ def _error_line(k: KernelSummary, words: Words) -> str:
 
 def _over_clause(k: KernelSummary, words: Words) -> str:
     """Returns `1.00× expected, 1.23× floor, 0.34× eager; worst 1.48× floor, decode head
-    2`: medians over heads, without what is not in the summary, or too large to mean
-    anything; of one head alone its numbers, and no worst."""
+    2`: medians over heads, without what is not in the summary, and without `expected` in
+    formats other than BIAS_FORMATS. Of one head alone its numbers; the worst is left out
+    there, and where it is missing or too large to mean anything."""
     expected = k.expected_ratio if k.format in BIAS_FORMATS else None
     sizes = {
         "expected": expected,
@@ -277,8 +280,8 @@ def _cell_link(report: Report | Verdicts, finding: Finding) -> str:
 def _reproducer(finding: Finding, directory: Path | None) -> tuple[str, str] | None:
     """Returns the path `reproducers/FOLDER/reproduce.py` and the text of a finding's
     reproducer; the text is empty where it is too long for a page. None where none was
-    written, or without a directory. The folder's name is foreign: it is only ever
-    compared with what is there."""
+    written, the folder is a link, or there is no directory. The folder's name is foreign:
+    it is only ever compared with what is there."""
     for path in (directory / REPRODUCERS).glob("*/reproduce.py") if directory else ():
         if path.parent.name == finding.folder and not path.parent.is_symlink():
             text = path.read_text(encoding="utf-8", errors="replace")
