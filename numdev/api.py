@@ -135,7 +135,8 @@ def _named_kernels(
 ) -> tuple[tuple[str | Mapping[str, object], ...], dict[str, Kernel]]:
     """Returns kernels as a request names them, names and mappings as they are, functions
     and `Kernel`s by their names; and these as kernels by name. `kernels`: one or several.
-    Raises UsageError where two functions or `Kernel`s have one name."""
+    Raises UsageError for a function that cannot be a kernel, and where two functions or
+    `Kernel`s have one name."""
     chosen = [
         x if isinstance(x, str | Mapping | Kernel) else kernel_of_function(name_of(x), x)
         for x in _as_list(kernels)
@@ -332,7 +333,8 @@ def invariance(
 
     Returns the report: one row for each tensor, call and variant (`report.rows`), the
     verdicts, and whether it passed (`report.passed`). Raises UsageError for a request
-    that cannot be run here, MeasurementError where no kernel ran along any axis."""
+    that cannot be run here, MeasurementError where no kernel ran along any axis, OSError
+    where a file cannot be written."""
     from numdev.config import invariance_request
     from numdev.studies.invariance import study
 
@@ -369,7 +371,8 @@ def effects(
     Returns the report: each run over all sequences (`report.summary.runs`: KL in `cost`,
     nats a token, the change of the loss in `log_perplexity`), the budget of rounding
     sites, and the checks of the model. Raises UsageError for a request that cannot be run
-    here, MeasurementError where the model cannot be run exactly."""
+    here, MeasurementError where the model cannot be run exactly, OSError where a file
+    cannot be written."""
     from numdev.config import effects_request
     from numdev.studies.effects import study
 
@@ -423,7 +426,7 @@ def measure(
 
     q is [batch, heads, q_len, head_dim], k [batch, kv_heads, kv_len, head_dim], v [batch,
     kv_heads, kv_len, v_dim], all in one format; `out` [batch, heads, q_len, v_dim] in
-    that or a wider one. `scale`: 1 / sqrt(head_dim) if None. `is_causal`: query i sees
+    that or another one. `scale`: 1 / sqrt(head_dim) if None. `is_causal`: query i sees
     keys up to i. `mask`: bool (True: may attend) or additive, broadcasting to [batch,
     heads, q_len, kv_len].
 

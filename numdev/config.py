@@ -521,9 +521,9 @@ class InvarianceRequest(InvarianceConfig):
 
 def invariance_request(target: str, flags: Mapping[str, object]) -> InvarianceRequest:
     """Returns the request of `numdev invariance`: the fields of a YAML file, if the
-    target is one, and over them `flags` (options by field; None and () mean that an
-    option was not set). Raises UsageError for a target that does not exist, and for a
-    wrong key or option."""
+    target is one, else the target as `checkpoint`; and over them `flags` (options by
+    field; None and () mean that an option was not set). Raises UsageError for a target
+    that does not exist, and for a wrong key or option."""
     name, fields = _target_fields(target, InvarianceConfig)
     return validated(
         {**fields, **_options_set(flags), "target": name}, InvarianceRequest, target
@@ -536,10 +536,11 @@ def audit_request(
     fields: Mapping[str, object] | None = None,
 ) -> AuditRequest:
     """Returns the request of `numdev audit`: the fields of `target`'s YAML file, if it is
-    one (None: configs/audit/default.yaml), and over them `flags` (options by field; None
-    and () mean that an option was not set). `fields`: the fields of a target in memory,
-    of which `target` is only the name; None: it is a path or a name. Raises UsageError
-    for a target that does not exist, and for a wrong key or option."""
+    one (None: configs/audit/default.yaml), else the target as `checkpoint`; and over them
+    `flags` (options by field; None and () mean that an option was not set). `fields`: the
+    fields of a target in memory, of which `target` is only the name; None: it is a path
+    or a name. Raises UsageError for a target that does not exist, and for a wrong key or
+    option."""
     path = str(bundled_path("audit/default.yaml") if target is None else target)
     named = (
         (str(target), dict(fields))
@@ -555,9 +556,9 @@ def _target_fields(
     target: str, config: type[AuditConfig | InvarianceConfig]
 ) -> tuple[str, dict[str, object]]:
     """Returns a target's name, and the fields of a request that it sets. Those are the
-    fields in a YAML file; of another file or folder `checkpoint`; of a name that is no
-    path `checkpoint`, the folder in the local cache. Raises UsageError for a target that
-    does not exist, and for a wrong key of the file."""
+    fields in a YAML file; of `demo`, and of another file or folder, `checkpoint`; of a
+    name that is no path `checkpoint`, the folder in the local cache. Raises UsageError
+    for a target that does not exist, and for a wrong key of the file."""
     path = Path(target)
     if target == "demo":
         return "demo", {"checkpoint": "demo"}

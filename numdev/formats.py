@@ -137,8 +137,8 @@ def format_named(name: str) -> Format:
     That is X exponent and Y fraction bits in the style of IEEE 754 (section 3.4, bias =
     emax = 2^(X-1) - 1), with infinities and subnormals: `e8m7` has the values of
     bfloat16, but `e4m3` is the format with largest value 240, not OCP's `float8_e4m3fn`.
-    Raises `UsageError` for an unknown name, and for an `eXmY` that float64 cannot hold (X
-    from 2 to 11, Y from 1 to 52)."""
+    Raises `UsageError` for an unknown name, and for an `eXmY` that float64 cannot hold:
+    it takes X from 2 to 11, and Y from 1 to 52."""
     key = name.strip().lower().removeprefix("torch.")
     key = _ALIASES.get(key, key)
     if key in FORMATS:

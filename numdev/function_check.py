@@ -84,11 +84,12 @@ def check_beside(
     arguments; None: normal numbers in `shapes` (`x=256x1024,w=1024`). `seeds`: one seed,
     or several, at least one. `formats`: to which floating-point arguments are rounded;
     empty: as they come (those of `shapes` in bfloat16). `backward`: whether gradients are
-    checked; None: where an argument of the first seed requires one. `process`: runs a
-    function that is a name to import; None: this process does, before anything of the
-    reference is computed. `power`: a tolerance, `1e-2` or `rtol,atol`; the report then
-    says how many wrong kernels it passes. `reproducers`: a directory for the script of a
-    failed check; None: none is written.
+    checked; None: where an argument of the first seed requires one. `thresholds`: a gate
+    file, or its content; None: the default rules. `name`: the function's in the report;
+    None: what it is called. `process`: runs a function that is a name to import; None:
+    this process does, before anything of the reference is computed. `power`: a tolerance,
+    `1e-2` or `rtol,atol`; the report then says how many wrong kernels it passes.
+    `reproducers`: a directory for the script of a failed check; None: none is written.
 
     Raises UsageError for wrong arguments; MeasurementError where the process does not
     answer, and where the rules were made for another system."""
@@ -232,8 +233,8 @@ def _forms_in(
     process: FunctionProcess, target: str, build: ModuleBuild
 ) -> dict[str, list[int]]:
     """Returns the shapes of the parameters and buffers, by name, of the module that a
-    process makes. Empty where the process ends: its runs will say why. Raises UsageError
-    where the module cannot be made."""
+    process makes. Empty where the process does not answer: its runs will say why. Raises
+    UsageError where the module cannot be made."""
     work = Work(target=target, draws=(), backward=False, build=build)
     try:
         [answer] = process.answers(work)
@@ -412,8 +413,8 @@ def _formats_to_check(names: str | Sequence[str], inputs: object) -> list[Format
 
 def rules_of(thresholds: Thresholds) -> Rules:
     """Returns the rules of a gate file or of its content; None: the default rules for
-    functions. Raises UsageError, which names the key, for wrong rules and for a file that
-    cannot be read."""
+    functions. Raises UsageError for wrong rules, and names the key if one is at fault;
+    also for a file that cannot be read."""
     if thresholds is None:
         return default_rules_for_functions()
     if isinstance(thresholds, Mapping):

@@ -108,8 +108,8 @@ class CheckResult:
 
 
 class CheckFailed(AssertionError):
-    """A check did not pass: a limit is exceeded, or the kernel could not be measured.
-    `result`: the CheckResult."""
+    """A check did not pass: a limit is exceeded, an axis changes bits, or the kernel
+    could not be measured. `result`: the CheckResult."""
 
     def __init__(self, result: CheckResult) -> None:
         super().__init__(str(result))
@@ -251,8 +251,8 @@ def _check_result(
     """Returns the result of a check: the plan's last kernel on the cases of `source`,
     judged by the rules and along the axes. `asked`: the report's request; `name`: what
     sentences call the kernel; `reproducers`: the directory for a script, None for a
-    temporary one. Raises MeasurementError where the rules were made for another
-    system."""
+    temporary one. Raises MeasurementError where the rules were made for another system,
+    UsageError or OSError where a script is to be written and cannot be."""
     planned = plan.kernels[-1]
     # What it declines is said, not judged
     rules = rules.model_copy(update={"skipped": "allow"})
@@ -455,7 +455,8 @@ def _axis_findings(
     planned: Planned, source: CheckSource, plan: Plan, names: Sequence[str], rules: Rules
 ) -> tuple[Sequence[Finding], list[str]]:
     """Returns findings on the axes `names` along which a kernel changes bits, on the
-    cases that it takes; and a sentence for each axis that could not be judged."""
+    cases that it takes; and a sentence for each test of an axis, in a format, that could
+    not be judged."""
     from numdev.studies.invariance.study import (
         SECTIONS,
         InvarianceStudy,
@@ -490,8 +491,8 @@ def _axis_findings(
 
 def _rules_of(thresholds: Thresholds) -> Rules:
     """Returns the rules of a gate file or of its content; None: the default rules for
-    checks. Raises UsageError, which names the key, for wrong rules and for a file that
-    cannot be read."""
+    checks. Raises UsageError for wrong rules, and names the key if one is at fault; also
+    for a file that cannot be read."""
     if thresholds is None:
         return default_rules_for_checks()
     if isinstance(thresholds, Mapping):
@@ -654,10 +655,10 @@ def _not_tested_sentences(
 ) -> Iterator[str]:
     """Yields sentences on what was not tested: options and masks that the function has no
     parameter for; a sentence for each other reason for which calls were skipped;
-    parameters of a plain `function` that no call set; shapes that no call has; gradients
-    of sinks and additive masks, where others were measured; and, where the function does
-    not take grouped heads, the cases in which k and v were repeated. `function`: None for
-    a kernel that is no plain function."""
+    parameters of a plain `function` that no call that ran sets; shapes that none has;
+    gradients of sinks and additive masks, where others were measured; and, where the
+    function does not take grouped heads, the cases in which k and v were repeated.
+    `function`: None for a kernel that is no plain function."""
     rows = [r for r in report.rows if r.role == "kernel"]
     every = len({(r.case, r.seed, r.format) for r in rows})
     reasons: dict[tuple[bool, str], list[str]] = {}

@@ -158,10 +158,10 @@ def _kernel_verdict(
     findings: Sequence[Finding],
     passing: Callable[[Sequence[Test]], Statement | None],
 ) -> KernelVerdict:
-    """Returns the verdict on one kernel in one format by its tests, at least one. It
-    shows the finding on the kernel, else the test farthest beyond its limit, what could
-    not be judged, or for a pass the test nearest to its limit. A kernel to which no rule
-    could be applied is NOT_JUDGED."""
+    """Returns the verdict on one kernel in one format by its tests, at least one. Where
+    it did not pass, it shows the finding on the kernel, else the test farthest beyond its
+    limit or what could not be judged; for a pass the test nearest to its limit. A kernel
+    to which no rule could be applied is NOT_JUDGED."""
     of, names = tests[0], ("rule", "tensor", "metric", "observed")
     outcomes = [test.outcome for test in tests if test.outcome is not None]
     applied = [
@@ -522,8 +522,8 @@ def _relative_error(row: DeviationRow) -> float:
 
 def _finding_of_fault(fault: Fault, named: Places, before: int, every: Rows) -> Finding:
     """Returns the finding on a fault, with its sentence, place and cause. `named` puts
-    places in words; `before`: how many of its rows earlier findings name; `every`: the
-    rows of all kernels."""
+    places in words; `before`: how many more rows it has that other findings name;
+    `every`: the rows of all kernels."""
     tests = list({id(test): test for test, _ in fault.rows}.values())
     verdict, rows = tests[0], [judged_row.row for _, judged_row in fault.rows]
     formats = tuple(dict.fromkeys(test.format or "" for test in tests))
@@ -590,9 +590,10 @@ def _counted_sentence(
 ) -> tuple[str, bool]:
     """Returns the sentence of a finding, `start` and the filled template, and whether it
     says in how many units the fault is. It does where the template has a place for that,
-    it has at most WORDS words with it, several units were judged, and none of them is in
-    earlier findings. With `median` it does not: its number is said to be the median
-    unit's. Else `up to` stands before the number where several units offend."""
+    it has at most WORDS words with it, several units were judged, and none is in other
+    findings (`count.before`). With `median` it does not: its number is said to be the
+    median unit's. Else `up to` stands before the number, if it has a place, where several
+    units offend and none is in other findings."""
     some = not count.before and count.judged > 1
     up_to = "up to " if some and count.offending > 1 and not median else ""
     ways = [(f" {count.in_words}", ""), ("", "")] if some else [("", "")]

@@ -215,7 +215,8 @@ def catching_tests(
 ) -> Iterator[Test]:
     """Yields a test for each planted fault that the rules must catch, in the order of the
     rules; nothing where they name none. It is held where the fault was planted in all
-    these formats, and is caught in each from the rules' dose on; else missing."""
+    these `formats`, which are walked once for each fault, and is caught in each from the
+    rules' dose on; else missing."""
     for fault, dose in rules.catches.items():
         planted = [p for p in power if p.fault == fault]
         weak = [p for p in planted if p.caught_from is None or p.caught_from > dose]
@@ -246,8 +247,8 @@ def required_tests(ran: Iterable[Test], rules: Rules) -> Iterator[Test]:
 
 
 def _anything_judged_test(tests: Sequence[Test]) -> Test:
-    """Returns the test that some kernel ran and some rule was applied to a number:
-    without it a report of nothing would pass."""
+    """Returns the test that some kernel ran and some rule was applied to what was
+    observed: without it a report of nothing would pass."""
     applied = (Standing.HELD, Standing.EXCEEDED)
     why = ""
     if not any(test.runs and test.judged for test in tests):

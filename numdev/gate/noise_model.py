@@ -399,8 +399,8 @@ def log_standard_error(
 ) -> float:
     """Returns the standard error of ln(value). 0 where `value` is None or 0, and for a
     worst row without an interval. From the interval of sampled rows if there is one, else
-    from how far the largest error exceeds the rms; infinite where neither tells. `width`:
-    elements in a row of the tensor."""
+    from how far the largest error, or for `expected_ratio` the worst row's, exceeds that
+    of all; infinite where neither tells. `width`: elements in a row of the tensor."""
     if not value:
         return 0.0
     ends = interval_of(row, metric)

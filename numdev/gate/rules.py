@@ -294,10 +294,10 @@ class Threshold(Limit):
         """Returns the threshold for a row, or for the median over `heads` of them, with a
         limit of at least 1 + `scatter` standard deviations of luck. Of a ratio of root
         mean squares of n numbers that is 1/√n or less; of a median of N, 1.25/√N of that.
-        Itself for a rule without `scatter`, and for sampled rows, whose interval has
-        luck. n counts 8 numbers at most for each row whose elements share an error
-        (`rows_share_error`), and of `rms_ratio` only the rows that count in effect
-        (`rms_rows`)."""
+        Itself where its limit is that high, for a rule without `scatter`, a row without
+        elements, and for sampled rows, whose interval has luck. n counts 8 numbers at
+        most for each row whose elements share an error (`rows_share_error`), and of
+        `rms_ratio` only the rows that count in effect (`rms_rows`)."""
         if not (self.scatter and row.elements) or row.sampled:
             return self
         n, rows = float(row.elements), float(row.rows_measured or 0)
@@ -420,7 +420,8 @@ def rules_as_data(rules: Rules) -> dict[str, object]:
 
 def read_rules(path: Path) -> Rules:
     """Returns the rules in a YAML gate file; their name is the file's unless it has one.
-    Raises UsageError that names the file, the line and the key."""
+    Raises UsageError that names the file, and the line and the key where one is at fault;
+    also for a file that cannot be read."""
     rules = read_yaml(path, Rules)
     if "name" in rules.model_fields_set:
         return rules

@@ -82,8 +82,8 @@ def tests_of_rows(report: Measured, rules: Rules) -> Iterator[Test]:
 def _finite_inputs_test(rows: Rows, cases: Sequence[CallRecord]) -> Test:
     """Returns the test of whether inputs are finite, also once rounded to the format.
     Elements that depend on one that is not are left out of every rule: what is left out
-    is not judged. Undecided where some are not, with at most REASONS reasons; else
-    held."""
+    is not judged. Undecided where some are not in a call that a kernel ran, with at most
+    REASONS reasons; else held."""
     affected = {case.case: case for case in cases if case.nonfinite or case.overflows}
     reasons: dict[str, None] = {}
     named = Places(rows) if affected else None
@@ -107,9 +107,10 @@ def _finite_inputs_test(rows: Rows, cases: Sequence[CallRecord]) -> Test:
 
 def threshold_tests(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Test]:
     """Yields a test for every rule on each tensor of each kernel in each format that it
-    selects (`by_case`: in each case too), in the rules' order. A rule that selects no row
-    has a test too, which is missing unless the rule may lack rows; but a rule on
-    gradients alone has none where none were planned."""
+    selects, with `by_case` one for each case of these, in the rules' order. A rule that
+    selects no row has a test too, which is missing unless the rule may lack rows; but one
+    that may lack them, and is on gradients alone, has none where no gradients were
+    planned."""
     groups = rows_to_judge(rows)
     for threshold in rules.thresholds:
         chosen = [*filter(None, map(threshold.where.select, groups.values()))]

@@ -101,8 +101,8 @@ def ratio(value: float | None) -> str:
 
 
 def short(value: float | None) -> str:
-    """Returns a positive multiple in at most four characters: 1.25, 12.5, 125, from 999.5
-    on a power (1e3); a dash for None."""
+    """Returns a positive multiple in a few characters: 1.25, 12.5, 125, from 999.5 on a
+    power (1e3); a dash for None."""
     if value is None:
         return NONE
     digits = 2 - (value >= 9.995) - (value >= 99.95)

@@ -144,7 +144,7 @@ def _pooled_over_heads(
     rows: Sequence[DeviationRow], metrics: Sequence[str]
 ) -> pd.DataFrame:
     """Returns a table with one line for each cell, seed, kernel and format: the metrics
-    pooled over heads, whether the reference limits any of them, and the kernel's
+    pooled over heads, whether the reference limits any of these heads, and the kernel's
     options."""
     table = pd.DataFrame(list(map(vars, rows)), columns=list(DeviationRow.model_fields))
     table["chosen"] = table["options"].map(_options_text)

@@ -269,7 +269,7 @@ class Report(Record):
 
     def tables(self) -> Mapping[str, Sequence[Record]]:
         """Returns what is written as CSV beside the report: records by the name of the
-        file."""
+        file, without `.csv`. Empty for a kind of report that does not override it."""
         return {}
 
     def to_pandas(self, table: str = "") -> pandas.DataFrame:

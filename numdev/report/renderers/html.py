@@ -106,8 +106,9 @@ class MainTable(NamedTuple):
 
 
 def _main_table(blocks: Sequence[doc.Node]) -> MainTable:
-    """Returns the first table that is no map and no series, since the answer comes first;
-    its text is Markdown. None, and no text, where there is none."""
+    """Returns the first of these blocks that is a table, and no map and no series, since
+    the answer comes first; its text is Markdown. None, and no text, where there is
+    none."""
     tables = (node for node in blocks if isinstance(node, doc.Table))
     first = next((t for t in tables if t.kind not in ("map", "series")), None)
     text = "" if first is None else markdown.table_text(first)

@@ -75,8 +75,8 @@ class Scale:
 
     def ticks(self) -> list[float]:
         """Returns where ticks stand, as values: powers of ten, with 2 and 5 between where
-        they are few; on a linear axis, and where a logarithmic one holds fewer than three
-        of these, round numbers in equal steps."""
+        they are few, and only some where they are many; on a linear axis, and where a
+        logarithmic one holds fewer than three of these, round numbers in equal steps."""
         low, high = (10**self.low, 10**self.high) if self.log else (self.low, self.high)
         if self.log:
             decades = range(math.floor(self.low), math.ceil(self.high) + 1)

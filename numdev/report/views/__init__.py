@@ -51,8 +51,9 @@ def style_of(outcome: Outcome | None) -> doc.Style:
 
 
 def _is_repeated(item: doc.Item, lines: Sequence[doc.Item]) -> bool:
-    """Whether a line says all that the item says of a name: its lead, or what its text
-    begins with (`Cause: rollout: temperature 1`)."""
+    """Whether one of these lines has the item's text, and in its lead the item's name:
+    the item's lead up to a comma, or of a `Cause` what its text begins with (`Cause:
+    rollout: temperature 1`)."""
     name, text = item.lead.partition(",")[0].rstrip(":"), item.text.removesuffix(".")
     if name == "Cause":
         name, _, text = text.partition(": ")
@@ -174,9 +175,9 @@ def _finding_details(
     words: Words,
 ) -> str:
     """Returns the details of a finding, and how far off the kernel's output is in each of
-    these formats where a limit is exceeded, its elements are finite and it has an error
-    over the floor. `summaries`: of the kernel in each format, None where there is none;
-    `words`: of the operation."""
+    these formats where a limit is exceeded, its elements are finite and its error over
+    the floor is above 0 and not too large to mean anything. `summaries`: of the kernel in
+    each format, None where there is none; `words`: of the operation."""
     far = [
         k
         for k in summaries
@@ -291,8 +292,8 @@ def _reproducer(finding: Finding, directory: Path | None) -> tuple[str, str] | N
 
 
 def _origin_nodes(report: Report) -> Iterator[doc.Node]:
-    """Yields where the numbers come from: a table on the page, a line or two in the
-    terminal. What is not known is left out."""
+    """Yields where the numbers come from: a table on the page and in Markdown, a line or
+    two in the terminal. What is not known is left out."""
     origin, system, source = (
         report.provenance,
         report.provenance.system,

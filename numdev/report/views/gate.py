@@ -181,9 +181,9 @@ def _unjudged_sentences(judgement: Judgement) -> Iterator[str]:
 
 
 def _rule_rows(judgement: Judgement) -> Iterator[tuple[str | doc.Cell, ...]]:
-    """Yields a table's line for each rule, but the ones that something ran or is judged,
-    in order: the test with the gravest outcome, of these the one nearest to its limit or
-    farthest beyond, and how many results of the rule offend, of those judged."""
+    """Yields a table's line for each rule but RUNS and SOMETHING, in order: the test with
+    the gravest outcome, of these the one nearest to its limit or farthest beyond, and how
+    many results of the rule offend, of those judged."""
     order = [*Outcome, None]
     of_rules = (
         test for test in judgement.tests if not test.runs and test.rule != SOMETHING
