@@ -167,8 +167,8 @@ def _audit_subject(
     `cases` tell a model in memory, a path or name, attention calls, and mappings of
     cases. A mapping without a name gets `case 0`, `case 1` and so on, by its index. None
     of both: `demo`. Raises UsageError for both together, for inputs beside calls or
-    mappings, for a path target with inputs that are no path, and for inputs that do not
-    fit the arguments of a model's forward."""
+    mappings, for a path target with inputs that are no path, and for a model without
+    inputs, or with ones that do not fit its forward's arguments."""
     if target is not None and cases is not None:
         raise UsageError("audit: expected a target or cases, got both")
     subject = target if cases is None else cases

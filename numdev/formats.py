@@ -267,8 +267,8 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
 
 def each_finite(tensors: Iterable[torch.Tensor]) -> list[bool]:
     """Returns for each tensor whether none of its elements is NaN or infinite; True for
-    an empty one. `tensors`: real, all on one device, which is waited for once unless a
-    sum overflows."""
+    an empty one. `tensors`: real, all on one device, which is waited for once where all
+    sums are finite."""
     # PyTorch has no arithmetic in 8 bits
     wide = [x.detach() if x.element_size() > 1 else x.detach().float() for x in tensors]
     if not wide:

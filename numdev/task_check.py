@@ -234,6 +234,8 @@ def _reference(
 
     @functools.wraps(run)
     def reference(*arguments: object, **named: object) -> object:
+        """Returns the outputs of the definition's code by name. Raises UsageError where
+        they are not what the definition says, and what the code raises."""
         inputs = in_order(definition, arguments, named)
         outputs = by_name(definition, run(*inputs))
         around.check_outputs(inputs, outputs)

@@ -27,9 +27,9 @@ def unfinished_file(path: Path) -> Iterator[Path]:
     """Yields the path of a new, empty file in the folder of `path`. At the end it takes
     the name `path` (mode 644), in place of an older file. After an exception it is
     removed, and an older file stays. Raises OSError, which names `path`, where the folder
-    does not exist or cannot be written to, and where `path` is a folder. An OSError in
-    the body comes out as one that names `path` too. Removes first what killed processes
-    left in the folder."""
+    does not exist or cannot be written to, and where `path` is a folder. An OSError of
+    the system in the body comes out as one that names `path` too. Removes first what
+    killed processes left in the folder."""
     remove_stale(path.parent)
 
     def create() -> str:

@@ -682,9 +682,10 @@ def share_in_words(share: float) -> str:
 
 def _removal_clause(rows: Rows, unit: str) -> str:
     """Returns `correcting it removes 99.7 % of the rms error of the median head`: the
-    share in each format that was judged. The share in the finer format in which the
-    mistake was identified is added, where that is another and a share is below CLEAR.
-    `rows`: at least one; `unit`: what each is of, in words."""
+    share in each format that was judged, or without any the share by the median
+    `suspicion_cut`. The share in the finer format in which the mistake was identified is
+    added, where that is another and a share is below CLEAR. `rows`: at least one; `unit`:
+    what each is of, in words."""
     by_format = grouped(
         (r for r in rows if r.suspicion_share is not None), lambda r: r.format
     )

@@ -373,9 +373,9 @@ def _rows_beyond_limit(
     threshold: Threshold, judged: Sequence[JudgedRow]
 ) -> list[JudgedRow]:
     """Returns rows beyond the limit. Where the limit is for a median there are none as
-    long as that is within. Where certainty is asked for only those are that are
-    significant over all of them together; with `only_where` only those whose numbers are
-    large enough."""
+    long as that is within. Where certainty is asked for, only rows count that are
+    significant over all of them together; else, with `only_where`, only rows whose
+    numbers are large enough."""
     if not judged or (threshold.heads is not None and _median(judged).excess <= 1):
         return []
     if threshold.certain:
