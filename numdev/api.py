@@ -95,11 +95,11 @@ def audit(
     measure. `save_cases`: a new directory for the calls. `say` gets messages that are not
     in the report. `options`: all other keys of an audit's YAML file (`heads`, `explain`).
 
-    Returns the report: a row for each head, tensor, kernel and format (`report.rows`),
-    `report.findings`, the ranking (`report.summary`). Errors are in the units of the
-    tensors, ratios are plain numbers; a number that means nothing is None, and the row's
-    `nulls` says why. Raises UsageError for a request that cannot be run here,
-    MeasurementError where nothing could be measured."""
+    Returns the report: a row for each head, tensor, kernel and format of each call
+    (`report.rows`), `report.findings`, the ranking (`report.summary`). Errors are in the
+    units of the tensors; a number that means nothing is None, and `nulls` says why.
+    Raises UsageError for a request that cannot be run here, MeasurementError where calls
+    cannot be captured or none be measured, OSError where a file cannot be written."""
     audited = _audit_subject(target, cases, inputs)
     named, functions = _named_kernels(kernels)
     flags = {
@@ -135,7 +135,8 @@ def _named_kernels(
 ) -> tuple[tuple[str | Mapping[str, object], ...], dict[str, Kernel]]:
     """Returns kernels as a request names them, names and mappings as they are, functions
     and `Kernel`s by their names; and these as kernels by name. `kernels`: one or several.
-    Raises UsageError where two functions or `Kernel`s have one name."""
+    Raises UsageError for a function that cannot be a kernel, and where two functions or
+    `Kernel`s have one name."""
     chosen = [
         x if isinstance(x, str | Mapping | Kernel) else kernel_of_function(name_of(x), x)
         for x in _as_list(kernels)
@@ -166,8 +167,8 @@ def _audit_subject(
     `cases` tell a model in memory, a path or name, attention calls, and mappings of
     cases. A mapping without a name gets `case 0`, `case 1` and so on, by its index. None
     of both: `demo`. Raises UsageError for both together, for inputs beside calls or
-    mappings, for a path target with inputs that are no path, and as `named_inputs` for a
-    model."""
+    mappings, for a path target with inputs that are no path, and for a model without
+    inputs, or with ones that do not fit its forward's arguments."""
     if target is not None and cases is not None:
         raise UsageError("audit: expected a target or cases, got both")
     subject = target if cases is None else cases
@@ -258,15 +259,15 @@ def capture(
 def compare(
     *reports: str | Path | Report, allow: Sequence[str] = (), by_date: bool = False
 ) -> CompareReport:
-    """Returns what moved beyond noise from one audit (or sweep) to another of the same
-    request, as `numdev compare` shows it. Of three or more reports the last two are
-    compared, with the history of all. Each is a report, its file or its directory, the
-    oldest first. `allow` names the keys in which the requests may differ; `by_date` sorts
-    the reports by their dates.
+    """Returns what moved beyond noise from one report to another of the same request, as
+    `numdev compare` shows it. Each is a report, its file or its directory, the oldest
+    first. Of three or more, audits or sweeps, the last two are compared, with the history
+    of all. `allow` names the keys in which the requests may differ; `by_date` sorts the
+    reports by their dates.
 
-    Raises UsageError for fewer than two reports, a path that does not exist, and reports
-    that do not measure the same; MeasurementError for a report that cannot be parsed, is
-    not whole or contradicts itself."""
+    Raises UsageError for fewer than two reports, a path that does not exist, a kind that
+    cannot be compared, and reports that do not measure the same; MeasurementError for a
+    report that cannot be parsed, is not whole or contradicts itself."""
     sides = (Path(x) if isinstance(x, str) else x for x in reports)
     return comparing.compare(
         *sides, allow=allow, by_date=by_date, command="numdev.compare"
@@ -291,8 +292,9 @@ def logprobs(
 
     Returns the report: one row for each sequence of each side (`report.rows`), both sides
     together (`report.pairs`), the causes (`report.summary.sides`). Raises UsageError for
-    a request that cannot be run here, MeasurementError for files that cannot be parsed
-    and where no token can be compared, OSError where `output` cannot be made."""
+    a request that cannot be run here and an `output` that cannot be made,
+    MeasurementError for files that cannot be parsed and where no token can be compared,
+    OSError where a file of the report cannot be written."""
     from numdev.config import logprobs_request
     from numdev.studies.logprobs.study import logprobs_of_files
 
@@ -331,7 +333,8 @@ def invariance(
 
     Returns the report: one row for each tensor, call and variant (`report.rows`), the
     verdicts, and whether it passed (`report.passed`). Raises UsageError for a request
-    that cannot be run here, MeasurementError where no kernel ran along any axis."""
+    that cannot be run here, MeasurementError where no kernel ran along any axis, OSError
+    where a file cannot be written."""
     from numdev.config import invariance_request
     from numdev.studies.invariance import study
 
@@ -368,7 +371,8 @@ def effects(
     Returns the report: each run over all sequences (`report.summary.runs`: KL in `cost`,
     nats a token, the change of the loss in `log_perplexity`), the budget of rounding
     sites, and the checks of the model. Raises UsageError for a request that cannot be run
-    here, MeasurementError where the model cannot be run exactly."""
+    here, MeasurementError where the model cannot be run exactly, OSError where a file
+    cannot be written."""
     from numdev.config import effects_request
     from numdev.studies.effects import study
 
@@ -396,8 +400,8 @@ def _output_directory(output: str | Path | None, kind: str) -> Path | None:
 
 def _written(report: R, directory: Path | None) -> R:
     """Returns the report; writes it, its tables and its page into a directory first,
-    unless that is None. Raises MeasurementError where nothing could be measured, after
-    the report is written."""
+    unless that is None. Raises OSError where one of these cannot be written;
+    MeasurementError where nothing could be measured, after the report is written."""
     if directory is not None:
         reports.write(report, directory)
         html.write(report, directory)
@@ -422,7 +426,7 @@ def measure(
 
     q is [batch, heads, q_len, head_dim], k [batch, kv_heads, kv_len, head_dim], v [batch,
     kv_heads, kv_len, v_dim], all in one format; `out` [batch, heads, q_len, v_dim] in
-    that or a wider one. `scale`: 1 / sqrt(head_dim) if None. `is_causal`: query i sees
+    that or another one. `scale`: 1 / sqrt(head_dim) if None. `is_causal`: query i sees
     keys up to i. `mask`: bool (True: may attend) or additive, broadcasting to [batch,
     heads, q_len, kv_len].
 

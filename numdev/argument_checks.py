@@ -37,9 +37,10 @@ LISTS = (collections.abc.Sequence, collections.abc.Collection, tuple, list)
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
     """Returns `function` with a check of its arguments before each call. A call raises
-    UsageError for an argument that its annotation does not allow, for one that is
-    missing, unknown or too many, and for an empty string that is not the default. Values
-    of `**options` are not checked."""
+    UsageError for an argument that its annotation does not allow and that is not the
+    default, and for one that is missing, unknown or too many. An empty string is refused
+    where a string is asked for, unless it is the default. Values of `**options` are not
+    checked."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -64,8 +65,8 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
 def expect_fields(record: object) -> None:
     """Raises UsageError, which names the field, for the first field of a dataclass
-    instance whose value its annotation does not allow. Fields that are no arguments of
-    the class are not checked."""
+    instance whose value is neither its default nor what its annotation allows. Fields
+    that are no arguments of the class are not checked."""
     signature, hints = _signature_and_types(cast(Any, type(record)))
     for name, parameter in signature.parameters.items():
         expect(name, getattr(record, name), hints[name], default=parameter.default)
@@ -91,10 +92,12 @@ def _signature_and_types(function: Any) -> tuple[inspect.Signature, dict[str, ob
 
 
 def _is_of_type(value: object, hint: Any) -> bool:
-    """Whether a value is of an annotation. All elements of sequences and sets are
-    checked, of mappings only the keys. A bool is no number, an empty string no string;
-    strings, bytes, mappings, tensors and arrays are no sequences. `int` and `float` allow
-    numbers of other libraries (numpy). A type variable allows every value."""
+    """Whether a value is of an annotation. For a Sequence, Collection, list or tuple of
+    elements it is a collection of these, sets included; strings, bytes, mappings, tensors
+    and arrays are not. A tuple of several types has one element of each. Of a Mapping
+    only the keys are checked, of other classes with parameters none of these. A bool is
+    no number, an empty string no string. `int` and `float` allow numbers of other
+    libraries (numpy). A type variable allows every value."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or isinstance(hint, TypeVar):
         return True
@@ -147,9 +150,10 @@ def _allowed_words(hint: object) -> Iterator[str]:
 
 
 def _value_in_words(value: object) -> str:
-    """Returns an argument in a few words: a number or text as `repr`, shortened; a list
-    or tuple of one element with that element (`a list of 'x'`), others with their length
-    (`a tuple of 3`); a class as `the class int`; anything else by its type (`a dict`)."""
+    """Returns an argument in a few words: None, a number or text as `repr`, shortened,
+    and `an empty string`; a list or tuple of one element with that element (`a list of
+    'x'`), others with their length (`a tuple of 3`); a class as `the class int`; anything
+    else by its type (`a dict`)."""
     if isinstance(value, str) and not value:
         return "an empty string"
     if value is None or isinstance(value, str | numbers.Number):

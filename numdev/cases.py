@@ -149,12 +149,14 @@ class AttentionCase:
 
     @property
     def format(self) -> Format:
-        """Returns the working format: that of the values in q, k and v."""
+        """Returns the working format: that of the values in q, k and v. Raises UsageError
+        for a dtype without a format in the catalogue."""
         return self.working or format_of(self.q.dtype)
 
     @property
     def restricts_positions(self) -> bool:
-        """Whether causality or a window hides keys; the mask does not count."""
+        """Whether the case is causal or has a window, even one without limits; the mask
+        does not count."""
         return self.is_causal or self.window is not None
 
     @cached_property
@@ -172,7 +174,8 @@ class AttentionCase:
         saturates: models write "hidden" as the lowest number of the dtype, which becomes
         the lowest of the new dtype and never -inf, which would change fully masked rows.
         A format that torch has no dtype for is kept in float32, or float64 where float32
-        cannot hold it, with `working` saying what it is. Strides stay (`strided_as`)."""
+        cannot hold it, with `working` saying what it is. Strides stay, but of an expanded
+        tensor."""
         dtype, working = _storage_dtype(fmt)
         parts = (self.q, self.k, self.v, self.mask, self.sinks, self.grad_out)
         numbers = [x for x in parts if x is not None and x.dtype != torch.bool]
@@ -222,8 +225,8 @@ class AttentionCase:
         a list of query `heads` each gets a kv head of its own, a copy of the one it
         reads. With a slice of query heads all kv heads stay, and head h reads kv head h
         // (heads left / kv heads): the caller chooses slices for which that is right.
-        `rows`: int64 indices of the case's rows, ascending. Each row sees what it saw
-        before: dq is that of these rows, dk and dv are sums over them alone. Raises
+        `rows`: int64 indices of the case's rows, from 0, ascending. Each row sees what it
+        saw before: dq is that of these rows, dk and dv are sums over them alone. Raises
         UsageError for rows in another order, where nothing stays of an axis, and for
         query heads that are no multiple of the kv heads; IndexError for an index that
         does not exist."""
@@ -285,14 +288,15 @@ def key_limits(case: AttentionCase) -> tuple[int | None, int | None]:
 
 
 def key_range(case: AttentionCase, rows: slice) -> slice:
-    """Returns the keys that at least one of the query rows [start, stop) can see by
-    causality and window; an empty range where no key is seen. `rows`: at least one."""
+    """Returns the range of keys outside of which none of the query rows [start, stop)
+    sees a key by causality and window; it may be empty. Where the case lacks rows between
+    these, it may hold keys that none of them sees. `rows`: at least one."""
     return keys_from(case, position_span(case, rows))
 
 
 def keys_from(case: AttentionCase, positions: slice) -> slice:
-    """Returns the keys that at least one query at positions [start, stop) of the call can
-    see by causality and window; an empty range where no key is seen."""
+    """Returns the range of keys outside of which no query at positions [start, stop) of
+    the call sees a key by causality and window; it may be empty."""
     low, high = key_limits(case)
     first = 0 if low is None else min(max(positions.start + low, 0), case.kv_len)
     last = case.kv_len if high is None else min(positions.stop + high, case.kv_len)
@@ -301,7 +305,7 @@ def keys_from(case: AttentionCase, positions: slice) -> slice:
 
 def position_span(case: AttentionCase, rows: slice) -> slice:
     """Returns the range from the position of the first of these rows to one behind that
-    of the last. `rows`: at least one."""
+    of the last. `rows`: a slice with both ends, of at least one row."""
     if case.places is None:
         return rows
     return slice(case.places[rows.start], case.places[rows.stop - 1] + 1)
@@ -312,10 +316,10 @@ def visible(case: AttentionCase, rows: Places, keys: Places) -> Tensor | None:
     a bool tensor that broadcasts to [batch, heads, rows, keys]; None where the case has
     no causality, window or mask.
 
-    Rows and keys are ranges, or int64 indices in any order. In an additive mask the
-    lowest number of its dtype means hidden: models write it so, and a row of nothing else
-    is a fully masked row, whose value is a convention. A -inf counts as visible: added to
-    a score, it hides by itself."""
+    Rows and keys are ranges with both ends, or int64 indices in any order. In an additive
+    mask the lowest number of its dtype means hidden: models write it so, and a row of
+    nothing else is a fully masked row, whose value is a convention. A -inf counts as
+    visible: added to a score, it hides by itself."""
     shown = _visible_by_position(case, rows, keys)
     if case.mask is None:
         return shown
@@ -326,8 +330,8 @@ def visible(case: AttentionCase, rows: Places, keys: Places) -> Tensor | None:
 
 def empty_rows(case: AttentionCase) -> Tensor:
     """Returns bool [batch, heads, q_len]: whether a row sees no key, so that a convention
-    decides its value. Keys are hidden by position, by a bool mask, and by -inf or the
-    lowest number of its dtype in an additive mask. Sinks are no keys."""
+    decides its value. Keys are hidden by position, by a bool mask, and by -inf, NaN or
+    the lowest number of its dtype in an additive mask. Sinks are no keys."""
     b, h, n = case.q.shape[:3]
     empty = torch.zeros(b, h, n, dtype=torch.bool, device=case.q.device)
     if case.mask is None and not case.restricts_positions:
@@ -352,10 +356,10 @@ def additive(case: AttentionCase, rows: Places, keys: Places) -> Tensor | None:
 
 
 def explicit_mask(case: AttentionCase) -> Tensor | None:
-    """Returns causality, window and mask as one mask, for kernels that take a mask alone.
-    It is bool (True: may attend) without an additive mask, else the additive mask with
-    -inf where position hides a key. None where the case has no causality, window or
-    mask."""
+    """Returns causality, window and mask as one mask, which broadcasts to [batch, heads,
+    q_len, kv_len], for kernels that take a mask alone. It is bool (True: may attend)
+    without an additive mask, else the additive mask with -inf where position hides a key.
+    None where the case has no causality, window or mask."""
     rows, keys = slice(0, case.q_len), slice(0, case.kv_len)
     added = additive(case, rows, keys)
     if added is None:
@@ -403,12 +407,13 @@ def laid_out(
     layout: str, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns q, k and v, each [batch, heads, length, dim], with the same values in
-    another memory layout: copies, but for `contiguous`.
+    another memory layout.
 
-    `contiguous`: the tensors as they are. `transposed`, and any other name: [batch,
-    length, heads, dim] in memory. `packed`: slices of one tensor [batch, length, heads +
-    2 kv_heads, dim], as one projection makes them. `strided`: every second number of the
-    last dimension. Raises RuntimeError for `packed` where lengths or dims differ."""
+    `contiguous`: the tensors as they are. `transposed`, and any other name: as
+    `transposed`, [batch, length, heads, dim] in memory. `packed`: slices of one new
+    tensor [batch, length, heads + 2 kv_heads, dim], as one projection makes them.
+    `strided`: every second number of the last dimension of new tensors. Raises
+    RuntimeError for `packed` where lengths or dims differ."""
     if layout == "contiguous":
         return q, k, v
     if layout == "strided":
@@ -422,8 +427,9 @@ def laid_out(
 
 
 def transposed(x: Tensor) -> Tensor:
-    """Returns a copy of x [batch, heads, length, dim] with the same shape, which is
-    [batch, length, heads, dim] in memory."""
+    """Returns x [batch, heads, length, dim] with the same shape and values, [batch,
+    length, heads, dim] in memory: a copy, or a view of `x` where its memory is so
+    already."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -432,8 +438,8 @@ def strided_as(x: Tensor, like: Tensor) -> Tensor:
     itself where it has these strides already.
 
     PyTorch alone keeps the order of the axes, but closes the gaps of a slice (q, k, v in
-    one packed tensor). Where elements of `like` share memory (an expanded mask), `x` is
-    returned as it is."""
+    one packed tensor). Where elements of `like` may share memory (an expanded mask), `x`
+    is returned as it is."""
     # Of the axes of smaller strides: what meets the next stride may overlap with it
     reach = 0
     for stride, size in sorted(zip(like.stride(), like.shape, strict=True)):

@@ -58,8 +58,8 @@ class Option:
 
 def _as_choice(value: object) -> object:
     """Returns a name, or a mapping {name: NAME, option: value, ...}, as the fields of a
-    Choice (`name`, `options`). Other values, and a mapping with the key `options`, are
-    returned as they are."""
+    Choice (`name`, `options`). Other values, and a mapping with the key `options` or
+    without `name`, are returned as they are."""
     if isinstance(value, str):
         return {"name": value}
     if isinstance(value, Mapping) and "name" in value and "options" not in value:
@@ -111,8 +111,8 @@ class CaseConfig(Strict):
 
     @property
     def entry(self) -> str:
-        """Returns the name of the grid entry that the case comes from; its own name where
-        it is no cell of a grid."""
+        """Returns the name of the grid entry that the case comes from. Its own name where
+        it is no cell of a grid, or where its input regime is a grid itself."""
         place = ",".join(f"{axis}={value}" for axis, value in self.axes.items())
         return self.name.removesuffix(f"/{place}") if place else self.name
 
@@ -521,9 +521,9 @@ class InvarianceRequest(InvarianceConfig):
 
 def invariance_request(target: str, flags: Mapping[str, object]) -> InvarianceRequest:
     """Returns the request of `numdev invariance`: the fields of a YAML file, if the
-    target is one, and over them `flags` (options by field; None and () mean that an
-    option was not set). Raises UsageError for a target that does not exist, and for a
-    wrong key or option."""
+    target is one, else the target as `checkpoint`; and over them `flags` (options by
+    field; None and () mean that an option was not set). Raises UsageError for a target
+    that does not exist, and for a wrong key or option."""
     name, fields = _target_fields(target, InvarianceConfig)
     return validated(
         {**fields, **_options_set(flags), "target": name}, InvarianceRequest, target
@@ -536,10 +536,11 @@ def audit_request(
     fields: Mapping[str, object] | None = None,
 ) -> AuditRequest:
     """Returns the request of `numdev audit`: the fields of `target`'s YAML file, if it is
-    one (None: configs/audit/default.yaml), and over them `flags` (options by field; None
-    and () mean that an option was not set). `fields`: the fields of a target in memory,
-    of which `target` is only the name; None: it is a path or a name. Raises UsageError
-    for a target that does not exist, and for a wrong key or option."""
+    one (None: configs/audit/default.yaml), else the target as `checkpoint`; and over them
+    `flags` (options by field; None and () mean that an option was not set). `fields`: the
+    fields of a target in memory, of which `target` is only the name; None: it is a path
+    or a name. Raises UsageError for a target that does not exist, and for a wrong key or
+    option."""
     path = str(bundled_path("audit/default.yaml") if target is None else target)
     named = (
         (str(target), dict(fields))
@@ -555,9 +556,9 @@ def _target_fields(
     target: str, config: type[AuditConfig | InvarianceConfig]
 ) -> tuple[str, dict[str, object]]:
     """Returns a target's name, and the fields of a request that it sets. Those are the
-    fields in a YAML file; of another file or folder `checkpoint`; of a name that is no
-    path `checkpoint`, the folder in the local cache. Raises UsageError for a target that
-    does not exist, and for a wrong key of the file."""
+    fields in a YAML file; of `demo`, and of another file or folder, `checkpoint`; of a
+    name that is no path `checkpoint`, the folder in the local cache. Raises UsageError
+    for a target that does not exist, and for a wrong key of the file."""
     path = Path(target)
     if target == "demo":
         return "demo", {"checkpoint": "demo"}
@@ -585,7 +586,8 @@ def sweep_request(path: Path, flags: Mapping[str, object]) -> SweepRequest:
 
 def _cached_model(name: str) -> str:
     """Returns the folder of a model of this name in the local cache of Hugging Face;
-    nothing is downloaded. Raises UsageError where the cache does not have it."""
+    nothing is downloaded. Raises UsageError where the cache does not have it, for a name
+    that is rather a path (`_is_path`), and where a file of a similar name is there."""
     hint = "give a checkpoint, a file of captured tensors, a YAML file, or `demo`"
     if near := similar_file(Path(name)):
         hint = f"did you mean {str(near)!r}?"

@@ -70,9 +70,9 @@ def first_line(text: str) -> str:
 
 
 def similar_file(path: Path) -> Path | None:
-    """Returns the path in the folder of `path`, which cannot be read, whose name is most
+    """Returns the file or folder beside `path` (which cannot be read) whose name is most
     similar to that of `path`, never `path` itself. None where none is similar (0.7 by
-    difflib, with and without suffix), or where the folder does not exist."""
+    difflib, with and without suffix), or where the folder cannot be listed."""
     import difflib
 
     try:

@@ -54,8 +54,8 @@ class Format:
 
     @property
     def unit_roundoff(self) -> float:
-        """Returns u = 2^-precision: the largest relative error of rounding a normal value
-        to nearest."""
+        """Returns u = 2^-precision. The relative error of rounding a value of the normal
+        range to nearest is below it."""
         return math.ldexp(1.0, -self.precision)
 
     @cached_property
@@ -137,8 +137,8 @@ def format_named(name: str) -> Format:
     That is X exponent and Y fraction bits in the style of IEEE 754 (section 3.4, bias =
     emax = 2^(X-1) - 1), with infinities and subnormals: `e8m7` has the values of
     bfloat16, but `e4m3` is the format with largest value 240, not OCP's `float8_e4m3fn`.
-    Raises `UsageError` for an unknown name, and for an `eXmY` that float64 cannot hold (X
-    from 2 to 11, Y from 1 to 52)."""
+    Raises `UsageError` for an unknown name, and for an `eXmY` that float64 cannot hold:
+    it takes X from 2 to 11, and Y from 1 to 52."""
     key = name.strip().lower().removeprefix("torch.")
     key = _ALIASES.get(key, key)
     if key in FORMATS:
@@ -260,14 +260,15 @@ def ulp(x: torch.Tensor, format: Format) -> torch.Tensor:
 
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether no element of any tensor is NaN or infinite, by one wait for the device.
-    True for no tensors and for empty ones. `tensors`: as of `each_finite`."""
+    """Whether no element of any tensor is NaN or infinite. True for no tensors and for
+    empty ones. `tensors`: real, all on one device."""
     return all(each_finite(tensors))
 
 
 def each_finite(tensors: Iterable[torch.Tensor]) -> list[bool]:
-    """Returns for each tensor whether none of its elements is NaN or infinite, by one
-    wait for the device; True for an empty one. `tensors`: real, all on one device."""
+    """Returns for each tensor whether none of its elements is NaN or infinite; True for
+    an empty one. `tensors`: real, all on one device, which is waited for once where all
+    sums are finite."""
     # PyTorch has no arithmetic in 8 bits
     wide = [x.detach() if x.element_size() > 1 else x.detach().float() for x in tensors]
     if not wide:

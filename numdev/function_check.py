@@ -84,11 +84,12 @@ def check_beside(
     arguments; None: normal numbers in `shapes` (`x=256x1024,w=1024`). `seeds`: one seed,
     or several, at least one. `formats`: to which floating-point arguments are rounded;
     empty: as they come (those of `shapes` in bfloat16). `backward`: whether gradients are
-    checked; None: where an argument of the first seed requires one. `process`: runs a
-    function that is a name to import; None: this process does, before anything of the
-    reference is computed. `power`: a tolerance, `1e-2` or `rtol,atol`; the report then
-    says how many wrong kernels it passes. `reproducers`: a directory for the script of a
-    failed check; None: none is written.
+    checked; None: where an argument of the first seed requires one. `thresholds`: a gate
+    file, or its content; None: the default rules. `name`: the function's in the report;
+    None: what it is called. `process`: runs a function that is a name to import; None:
+    this process does, before anything of the reference is computed. `power`: a tolerance,
+    `1e-2` or `rtol,atol`; the report then says how many wrong kernels it passes.
+    `reproducers`: a directory for the script of a failed check; None: none is written.
 
     Raises UsageError for wrong arguments; MeasurementError where the process does not
     answer, and where the rules were made for another system."""
@@ -131,9 +132,10 @@ def _with_reproducer(
     rules: Rules,
     directory: str | Path | None,
 ) -> CheckResult:
-    """Returns a result with a script that shows its gravest finding; where no script can
-    be written, the reason is among its notes. A result that passed, and any without a
-    directory (None), is returned as it is."""
+    """Returns a result with a script that shows its gravest finding of which one can be
+    written. Where none can be, the reason is among its notes, if there was a finding to
+    show. A result that passed, and any without a directory (None), is returned as it
+    is."""
     if directory is None or result.passed:
         return result
     target, directory = parts[0].asked.name, Path(directory)
@@ -162,8 +164,9 @@ def check_problem(
     computes what the class Model of a problem's file computes, on its `get_inputs`, as
     exactly as its format allows. `formats`: those of arguments and modules; empty: as
     they are made. `backward`: whether gradients are checked. `seeds`: one seed, or
-    several, at least one. `process`: runs the solution; None: this process does. `power`,
-    `reproducers`: as of `check_beside`. Raises UsageError for wrong arguments and files;
+    several, at least one. `thresholds`: a gate file, or its content; None: the default
+    rules. `process`: runs the solution; None: this process does. `power`, `reproducers`:
+    as of `check_beside`. Raises UsageError for wrong arguments and files;
     MeasurementError where the process does not answer, and where the rules were made for
     another system."""
     seeds = at_least_one_seed(seeds)
@@ -208,7 +211,7 @@ def _modules(
     the problem's values, of which tensors of only 0 or only 1 are drawn anew. Else each
     has its own values; the parameters are then no arguments of the reference, and have no
     gradients. `build`: how a module is made of a class. Raises UsageError where the
-    solution's class cannot be imported or made."""
+    solution's class cannot be imported, or the class of either cannot be made."""
     target = f"{solution}:{SOLUTION}"
     if process is not None:
         forms = _forms_in(process, target, build)
@@ -230,8 +233,8 @@ def _forms_in(
     process: FunctionProcess, target: str, build: ModuleBuild
 ) -> dict[str, list[int]]:
     """Returns the shapes of the parameters and buffers, by name, of the module that a
-    process makes. Empty where the process ends: its runs will say why. Raises UsageError
-    where the module cannot be made."""
+    process makes. Empty where the process does not answer: its runs will say why. Raises
+    UsageError where the module cannot be made."""
     work = Work(target=target, draws=(), backward=False, build=build)
     try:
         [answer] = process.answers(work)
@@ -274,7 +277,8 @@ def _result_of_report(
 ) -> CheckResult:
     """Returns the result of a check, its verdict in words. `passed` is whether the
     judgement's outcome is PASSED. `not_run`: sentences among the report's on what was not
-    run; they go into `skipped`, all others into `notes`."""
+    run. They go into `skipped`, with those on what was not judged; all others of the
+    report go into `notes`."""
     open_ones = (*not_run, *not_judged(report))
     return CheckResult(
         kernel=str(report.request["target"]),
@@ -296,13 +300,16 @@ def match(
 
     `data` is a tuple of the reference's arguments; anything else is its only argument,
     and so is a tuple of several where the reference takes one argument. Only the output
-    is judged, not what was written into the data. Raises UsageError for wrong rules."""
+    is judged, not what was written into the data. `thresholds`: a gate file, or its
+    content; None: the default rules. Raises UsageError for wrong rules."""
     rules = rules_of(thresholds)
 
     def judge(data: object, output: object) -> tuple[bool, str]:
         """Returns whether the output is what the reference computes from the data, and
-        the verdict in one line; False where it cannot be judged. Raises MeasurementError
-        where the rules were made for another system."""
+        the verdict in one line; False where it cannot be judged, as where the reference
+        raises. Raises MeasurementError where the rules were made for another system; what
+        PyTorch raises for an output without numbers in memory (on the device meta,
+        sparse)."""
         whole = not isinstance(data, tuple) or (len(data) > 1 and takes_one(reference))
         arguments = (data,) if whole else data
         system = System.probe(_device_of(arguments))
@@ -354,7 +361,7 @@ def _runner(
 ) -> RunAll:
     """Returns what runs the function on the draws of a plan: `process` for the name of a
     function, if there is one, else this process. `backward`: with gradients. Raises
-    UsageError for a name that this process cannot import."""
+    UsageError for a name that this process is to import and cannot."""
     if isinstance(function, str):
         if process is None:
             function = import_callable(function, "function")
@@ -406,8 +413,8 @@ def _formats_to_check(names: str | Sequence[str], inputs: object) -> list[Format
 
 def rules_of(thresholds: Thresholds) -> Rules:
     """Returns the rules of a gate file or of its content; None: the default rules for
-    functions. Raises UsageError, which names the key, for wrong rules and for a file that
-    cannot be read."""
+    functions. Raises UsageError for wrong rules, and names the key if one is at fault;
+    also for a file that cannot be read."""
     if thresholds is None:
         return default_rules_for_functions()
     if isinstance(thresholds, Mapping):
@@ -416,9 +423,8 @@ def rules_of(thresholds: Thresholds) -> Rules:
 
 
 def _verdict_lines(report: FunctionReport) -> list[str]:
-    """Returns a line with the verdict in each format, `PASS mine (bfloat16): ...`, then
-    the sentences of findings that are no notes; NOTHING alone without verdicts and
-    findings."""
+    """Returns a line with each verdict, `PASS mine (bfloat16): ...`, then the sentences
+    of findings that are no notes; NOTHING alone where there are neither."""
     lines = [
         f"{verdict.outcome.word} {verdict.kernel} ({verdict.format})"
         + (f": {verdict.reason}" if verdict.reason else "")

@@ -47,9 +47,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Makes one test for each case of the marker `numdev_cases`, or without one of the
-    default set, of a test function that takes the argument `numdev_case`. The marker's
-    values are passed on unchecked. Other test functions are left alone."""
+    """Makes one test for each case of the marker `numdev_cases`, or where it names none,
+    or there is none, of the default set, of a test function that takes the argument
+    `numdev_case`. The marker's values are passed on unchecked. Other test functions are
+    left alone."""
     if CASE not in metafunc.fixturenames:
         return
     marker = metafunc.definition.get_closest_marker("numdev_cases")
@@ -94,8 +95,8 @@ def attention_check(
 
 def _write_report(result: CheckResult, request: pytest.FixtureRequest) -> None:
     """Writes a check's report into a new folder in that of --numdev-report, which is
-    made: the test's id and a number (`test_a.py-test_x-1`). Writes nothing without that
-    option."""
+    made: the test's id, with `-` for odd characters, and a number (`test_a.py-test_x-1`).
+    Writes nothing without that option."""
     parent = request.config.getoption("--numdev-report")
     if parent is None:
         return

@@ -89,12 +89,12 @@ def check_task(
 
     Runs the smaller of the task's tests, or with `shapes` (`m=64,n=32`) one call of these
     sizes alone. On a CPU "cuda" in these files means the CPU, so that other numbers are
-    drawn than on a GPU. `seeds`: added to the tests' own. `process`: runs the submission;
-    None: this process does. `power`, `reproducers`: as of `check_beside`. Raises
-    UsageError for wrong arguments and files, for tasks of several GPUs and those that
-    judge outputs by their properties, and where all tests are too large; MeasurementError
-    where the process does not answer, and where the rules were made for another
-    system."""
+    drawn than on a GPU. `seeds`: added to the tests' own. `thresholds`: a gate file, or
+    its content; None: the default rules. `process`: runs the submission; None: this
+    process does. `power`, `reproducers`: as of `check_beside`. Raises UsageError for
+    wrong arguments and files, for tasks of several GPUs and those that judge outputs by
+    their properties, and where all tests are too large; MeasurementError where the
+    process does not answer, and where the rules were made for another system."""
     seeds = at_least_one_seed(seeds)
     tolerance = None if power is None else parsed_tolerance(power)
     system = System.probe(device)
@@ -148,11 +148,11 @@ def check_definition(
     `inputs`: a file of workloads (.jsonl), of which the first SHOWN are run; or a
     function of a seed, or a safetensors file, as of `check_beside`; None: normal numbers,
     with the definition's variable axes as in `shapes` (`M=64,N=32`). `seeds`: one seed of
-    random inputs, or several, at least one. `process`, `power`, `reproducers`: as of
-    `check_beside`. Raises UsageError for wrong arguments and files, for solutions that
-    need a build, and for inputs whose meaning a definition does not tell;
-    MeasurementError where the process does not answer, and where the rules were made for
-    another system."""
+    random inputs, or several, at least one. `thresholds`, `process`, `power`,
+    `reproducers`: as of `check_beside`. Raises UsageError for wrong arguments and files,
+    for solutions that need a build, and for inputs whose meaning a definition does not
+    tell; MeasurementError where the process does not answer, and where the rules were
+    made for another system."""
     seeds = at_least_one_seed(seeds)
     tolerance = None if power is None else parsed_tolerance(power)
     system = System.probe(device)
@@ -234,6 +234,8 @@ def _reference(
 
     @functools.wraps(run)
     def reference(*arguments: object, **named: object) -> object:
+        """Returns the outputs of the definition's code by name. Raises UsageError where
+        they are not what the definition says, and what the code raises."""
         inputs = in_order(definition, arguments, named)
         outputs = by_name(definition, run(*inputs))
         around.check_outputs(inputs, outputs)
@@ -251,8 +253,8 @@ def _calls(
 ) -> tuple[Make, Sequence[str], Sequence[str]]:
     """Returns what makes the calls of a seed, the names of the calls (empty: they have
     none), and sentences on workloads that are not run. Raises UsageError for inputs and
-    shapes together, for a wrong file, and for an axis that the definition does not
-    have."""
+    shapes together, for a wrong file, for a name that is no variable axis of the
+    definition, and for a size below 1."""
     if inputs is not None and shapes:
         raise UsageError(
             "inputs: expected a function, a file or shapes, got two of these"
@@ -286,7 +288,8 @@ def _axes(shapes: str) -> dict[str, tuple[int, ...]]:
 
 def _runner(target: str, around: Surroundings, process: FunctionProcess | None) -> RunAll:
     """Returns what runs a target in its surroundings on the draws of a plan, without
-    gradients: `process`, or this process where that is None."""
+    gradients: `process`, or this process where that is None. Raises UsageError for a
+    target that this process cannot import."""
     if process is not None:
         return in_process(process, target, backward=False, surroundings=around)
     return functools.partial(run_all, around.function_at(target), backward=False)
@@ -295,9 +298,10 @@ def _runner(target: str, around: Surroundings, process: FunctionProcess | None) 
 def output_judge(
     definition: str | Path | Definition, thresholds: Thresholds = None
 ) -> Callable[[Sequence[object], object], tuple[bool, str]]:
-    """Returns a judge of outputs beside a definition's reference, whose source is run:
-    (inputs in order, outputs) -> (whether they are right, the verdict in one line).
-    Raises UsageError for a file that is no definition, and for wrong rules."""
+    """Returns a judge of outputs beside a definition's reference, whose source is run
+    when the judge is called: (inputs in order, outputs) -> (whether they are right, the
+    verdict in one line). Raises UsageError for a file that is no definition, and for
+    wrong rules."""
     read = definition
     if not isinstance(read, Definition):
         read = read_definition(Path(read))
@@ -305,7 +309,10 @@ def output_judge(
 
     def judge(inputs: Sequence[object], outputs: object) -> tuple[bool, str]:
         """Returns whether outputs (one, a tuple in order, or a mapping by name) are what
-        the reference computes from the inputs, and the verdict in one line."""
+        the reference computes from the inputs, and the verdict in one line; False where
+        they cannot be judged. Raises UsageError where the reference's code cannot be run,
+        MeasurementError where the rules were made for another system; what PyTorch raises
+        for an output without numbers in memory (on the device meta, sparse)."""
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         device = tensors[0].device.type if tensors else "cpu"
         with tempfile.TemporaryDirectory() as place:

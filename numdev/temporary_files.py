@@ -27,7 +27,9 @@ def unfinished_file(path: Path) -> Iterator[Path]:
     """Yields the path of a new, empty file in the folder of `path`. At the end it takes
     the name `path` (mode 644), in place of an older file. After an exception it is
     removed, and an older file stays. Raises OSError, which names `path`, where the folder
-    does not exist or cannot be written to, and where `path` is a folder."""
+    does not exist or cannot be written to, and where `path` is a folder. An OSError of
+    the system in the body comes out as one that names `path` too. Removes first what
+    killed processes left in the folder."""
     remove_stale(path.parent)
 
     def create() -> str:
@@ -57,7 +59,8 @@ def temporary_folder(
 ) -> Iterator[Path]:
     """Yields the path of a new, empty folder in `parent`, which must exist (None: the
     system's place for temporary files). Its name begins with `prefix`. It is removed at
-    the end unless it was renamed. Raises OSError where it cannot be made."""
+    the end unless it was renamed. Removes first what killed processes left there under
+    this prefix. Raises OSError where it cannot be made."""
     place = Path(tempfile.gettempdir()) if parent is None else parent
     remove_stale(place, prefix)
     with _locked_path(lambda: tempfile.mkdtemp(SUFFIX, prefix, place)) as path:
@@ -69,8 +72,8 @@ def temporary_folder(
 
 def remove_stale(place: Path, prefix: str = ".") -> None:
     """Removes from a directory what killed processes left: files and folders named
-    `prefix`...SUFFIX that no process has locked. What cannot be opened, such as another
-    user's, and symbolic links stay; on Windows all do."""
+    `prefix`...SUFFIX that no process has locked. What cannot be opened, locked or
+    removed, such as another user's, and symbolic links stay; on Windows all do."""
     for path in place.glob(f"{glob.escape(prefix)}*{SUFFIX}"):
         # It is another user's, or another process was faster
         with contextlib.suppress(OSError):
@@ -88,9 +91,9 @@ def remove_stale(place: Path, prefix: str = ".") -> None:
 
 @contextmanager
 def _locked_path(create: Callable[[], str]) -> Iterator[Path]:
-    """Yields the path of a new file or folder, locked until the end. `create` makes it
-    and returns its name; it is called again where another process removed it before it
-    was locked."""
+    """Yields the path of a new file or folder, locked until the end where the system can.
+    `create` makes it and returns its name; it is called again where another process
+    removed it before it was locked."""
     while True:
         path = Path(create())
         handle = os.open(path, os.O_RDONLY)

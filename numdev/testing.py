@@ -92,8 +92,8 @@ class CheckResult:
     @property
     def in_short(self) -> str:
         """Returns the result in one line: of a check that passed what was tested and the
-        rules; else the first finding; without a finding `not measured: ` and why. Control
-        characters are escaped."""
+        rules; else the first finding beyond a limit; without one `not measured: ` and
+        why. Control characters are escaped."""
         if self.passed:
             return f"{_tested_in_words(self.report)}; rules: {self.judgement.rules}."
         every = (*self.report.findings, *self.changes)
@@ -108,8 +108,8 @@ class CheckResult:
 
 
 class CheckFailed(AssertionError):
-    """A check did not pass: a limit is exceeded, or the kernel could not be measured.
-    `result`: the CheckResult."""
+    """A check did not pass: a limit is exceeded, an axis changes bits, or the kernel
+    could not be measured. `result`: the CheckResult."""
 
     def __init__(self, result: CheckResult) -> None:
         super().__init__(str(result))
@@ -143,22 +143,22 @@ def check(
     `numdev.kernels.Refused`), is skipped, and named in `skipped`. There is no tolerance:
     errors are against the fp64 result of the same rounded inputs.
 
-    `cases`: one or several: names from configs/check/default.yaml, regimes of inputs
-    (docs/hazards.md), paths of captured tensors or of YAML files, mappings with keys of a
-    YAML case, or an AttentionCase; None: the default set. `backward`: True: dq, dk and dv
-    must be measured; "auto": where autograd can follow. `seeds`: one seed of drawn
-    inputs, or several. `thresholds`: a gate file, or its content; None: the default
-    rules. `claims`: options of `emulated` that say how it rounds; None: as registered,
-    else as FlashAttention-2. `reproducers`: a directory for the script of a failed check;
-    None makes a temporary one. `invariant`: axes (docs/invariance.md) along which the
-    output and the log-sum-exp must keep their bits.
+    `cases`: one or several names from configs/check/default.yaml, input regimes
+    (docs/hazards.md), paths of captured tensors or YAML files, mappings of a YAML case's
+    keys, or an AttentionCase; None: the default set. `backward`: True: dq, dk and dv must
+    be measured; "auto": where autograd can follow. `seeds`: one, or several.
+    `thresholds`: a gate file or its content; None: the default rules. `claims`: how it
+    rounds, in options of `emulated`; None: as registered, else as FlashAttention-2.
+    `reproducers`: a directory for a failed check's script; None: a temporary one.
+    `invariant`: axes (docs/invariance.md) along which output and lse keep their bits.
 
     With a `reference` see `check_function`; leave out `cases`, `claims`, `invariant`, and
     `reproducers`, which has no effect.
 
     Returns the CheckResult: `passed` is False where a limit is exceeded, a call failed,
-    or nothing was measured. Raises UsageError for wrong arguments, MeasurementError for
-    rules made for another system, OSError where `reproducers` cannot be made."""
+    an axis of `invariant` changes bits, or what was asked for could not be measured.
+    Raises UsageError for wrong arguments, MeasurementError for rules made for another
+    system, OSError where a script cannot be written."""
     if reference is not None:
         if cases is not None or claims is not None or invariant:
             raise UsageError("reference: cases, claims and invariant are of attention")
@@ -191,8 +191,8 @@ def _beside(
     thresholds: Thresholds,
 ) -> CheckResult:
     """Returns the result of a check of any function beside its reference. Where `formats`
-    is FORMATS, the default of attention, arguments keep their formats. `backward`: "auto"
-    stands for the default of `check_beside`."""
+    is the tuple FORMATS itself, the default of attention, arguments keep their formats.
+    `backward`: "auto" stands for the default of `check_beside`."""
     from numdev.function_check import check_beside
 
     return check_beside(
@@ -251,8 +251,8 @@ def _check_result(
     """Returns the result of a check: the plan's last kernel on the cases of `source`,
     judged by the rules and along the axes. `asked`: the report's request; `name`: what
     sentences call the kernel; `reproducers`: the directory for a script, None for a
-    temporary one. Raises MeasurementError where the rules were made for another
-    system."""
+    temporary one. Raises MeasurementError where the rules were made for another system,
+    UsageError or OSError where a script is to be written and cannot be."""
     planned = plan.kernels[-1]
     # What it declines is said, not judged
     rules = rules.model_copy(update={"skipped": "allow"})
@@ -292,7 +292,8 @@ def _kernel_of(
 ) -> tuple[str, Kernel]:
     """Returns a function's name in a check, and the function as a kernel. `claims`:
     options of `emulated` that say how it rounds; None: its own claims. Raises UsageError
-    for what is no function, and for a claim that is no option of `emulated`."""
+    for what is no function, for one whose parameters numdev cannot serve, and for a claim
+    that `emulated` does not take."""
     if isinstance(function, Kernel):
         kernel, name = function, function.name
     elif callable(function):
@@ -329,7 +330,8 @@ def _write_script(
     Returns the script's path in a list; an empty list without such a finding, and where
     it does not show again. `say` gets the script's path, or why there is none.
     `reproducers`: the directory, None for a temporary one; it is made in any case where
-    there is such a finding. Raises OSError where it cannot be made."""
+    there is such a finding. Raises UsageError where it cannot be made, OSError where it
+    cannot be written to."""
     # Of a row that sees no key there is no truth that a script could show an error
     # against.
     serious = (f for f in report.findings if f.place and f.metric != "empty_nonfinite")
@@ -352,10 +354,10 @@ def check_function(
     device: str = "auto",
     thresholds: Thresholds = None,
 ) -> CheckResult:
-    """Checks a function beside a reference as `numdev.function_check.check_beside`, whose
-    arguments it takes, and returns the result where it passed. Raises CheckFailed, an
-    AssertionError with the result, for any other verdict, and what `check_beside`
-    raises."""
+    """Checks a function beside a reference as `numdev.function_check.check_beside`, with
+    these of its arguments, and returns the result where it passed. Raises CheckFailed, an
+    AssertionError with the result, for any other verdict; UsageError for wrong arguments;
+    MeasurementError where the rules were made for another system."""
     __tracebackhide__ = True
     from numdev.function_check import check_beside
 
@@ -380,7 +382,8 @@ def match(
 ) -> Callable[[object, object], tuple[bool, str]]:
     """Returns a judge of single outputs beside a reference, as
     `numdev.function_check.match`: (arguments, output) -> (whether the output is right,
-    the verdict in one line)."""
+    the verdict in one line). The arguments are a tuple, or the only one. Raises
+    UsageError for wrong rules."""
     from numdev.function_check import match as judge
 
     return judge(reference, thresholds=thresholds)
@@ -452,7 +455,8 @@ def _axis_findings(
     planned: Planned, source: CheckSource, plan: Plan, names: Sequence[str], rules: Rules
 ) -> tuple[Sequence[Finding], list[str]]:
     """Returns findings on the axes `names` along which a kernel changes bits, on the
-    cases that it takes; and a sentence for each axis that could not be judged."""
+    cases that it takes; and a sentence for each test of an axis, in a format, that could
+    not be judged."""
     from numdev.studies.invariance.study import (
         SECTIONS,
         InvarianceStudy,
@@ -487,8 +491,8 @@ def _axis_findings(
 
 def _rules_of(thresholds: Thresholds) -> Rules:
     """Returns the rules of a gate file or of its content; None: the default rules for
-    checks. Raises UsageError, which names the key, for wrong rules and for a file that
-    cannot be read."""
+    checks. Raises UsageError for wrong rules, and names the key if one is at fault; also
+    for a file that cannot be read."""
     if thresholds is None:
         return default_rules_for_checks()
     if isinstance(thresholds, Mapping):
@@ -498,8 +502,9 @@ def _rules_of(thresholds: Thresholds) -> Rules:
 
 def _new_folder(parent: str | Path | None, name: str) -> Path:
     """Makes a new folder for this check, and returns its path: in `parent`, which is made
-    too, named `name` and random letters; without a parent among temporary files,
-    `numdev-check` and random letters. Raises UsageError where `parent` cannot be made."""
+    too, named `name` (with `-` for odd characters) and random letters; without a parent
+    among temporary files, `numdev-check` and random letters. Raises UsageError where
+    `parent` cannot be made, OSError where the folder cannot."""
     if parent is not None:
         make_directory(Path(parent))
     prefix = re.sub(r"[^\w.-]+", "-", name if parent else "numdev-check")
@@ -529,7 +534,7 @@ def _verdict_words(
     changes: Sequence[Finding],
     untried: Sequence[str],
 ) -> list[str]:
-    """Returns the paragraphs that say how a check ended: that it passed, or all that is
+    """Returns the paragraphs that say how a check ended: that it passed, or what is
     wrong. `sound`: whether the rules were passed; `changes`: findings along axes;
     `untried`: sentences on axes that could not be judged."""
     if not sound:
@@ -547,8 +552,8 @@ def filled_text(
     words: Sequence[str], scripts: Sequence[Path], remarks: Sequence[str]
 ) -> str:
     """Returns the paragraphs of a check as text, filled to WIDTH, with an empty line
-    between two: its verdict (`words`), how to run each script, then `remarks`. Control
-    characters are escaped."""
+    between two: its verdict (`words`), how to run each script, then `remarks`. Characters
+    of words and remarks that are not printable are escaped."""
     filled = [
         textwrap.fill(plain(x), WIDTH, break_on_hyphens=False) for x in (*words, *remarks)
     ]
@@ -561,8 +566,9 @@ def _failure_paragraphs(
 ) -> list[str]:
     """Returns paragraphs on why a kernel did not pass. With findings beyond a limit these
     are the rules that it fails, then up to LISTED findings, the gravest first, with the
-    rms error beside floor and baseline. Else they say that it was not measured, and
-    why."""
+    rms error beside floor and baseline where that is known, then how many more there are,
+    and CLAIM where its design may be the cause. Else they say that it was not measured,
+    and why."""
     wrong = [f for f in report.findings if f.severity == "exceeded"]
     if not wrong:
         title = (
@@ -610,8 +616,8 @@ def _may_be_design(wrong: Sequence[Finding]) -> bool:
 
 
 def _tested_in_words(report: AuditReport) -> str:
-    """Returns the tensors, number of cases and formats in which the kernel was measured:
-    `out, dq, dk, dv in 18 cases, bfloat16`."""
+    """Returns the tensors, number of cases (one for each seed) and formats in which the
+    kernel was measured: `out, dq, dk, dv in 18 cases, bfloat16`."""
     ok = [r for r in report.rows if r.role == "kernel" and r.status == "ok"]
     count = len({(r.case, r.seed) for r in ok})
     tensors, ran = (
@@ -649,10 +655,10 @@ def _not_tested_sentences(
 ) -> Iterator[str]:
     """Yields sentences on what was not tested: options and masks that the function has no
     parameter for; a sentence for each other reason for which calls were skipped;
-    parameters of a plain `function` that no call set; shapes that no call has; gradients
-    that are not measured; and, where the function does not take grouped heads, the cases
-    in which k and v were repeated. `function`: None for a kernel that is no plain
-    function."""
+    parameters of a plain `function` that no call that ran sets; shapes that none has;
+    gradients of sinks and additive masks, where others were measured; and, where the
+    function does not take grouped heads, the cases in which k and v were repeated.
+    `function`: None for a kernel that is no plain function."""
     rows = [r for r in report.rows if r.role == "kernel"]
     every = len({(r.case, r.seed, r.format) for r in rows})
     reasons: dict[tuple[bool, str], list[str]] = {}

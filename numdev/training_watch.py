@@ -136,9 +136,9 @@ class watch:
 
     def _before_forward(self, module: nn.Module, args: object) -> None:
         """A hook before a forward pass: counts a training step, and makes an observer at
-        every `every`-th. A pass without training mode or gradients does not count. No
-        observer is made while a CUDA graph is captured, or while another thread is
-        observed."""
+        every `every`-th. A pass without training mode or gradients, or in torch.compile,
+        does not count. No observer is made while a CUDA graph is captured, or while
+        another thread is observed."""
         if torch.compiler.is_compiling() or not (
             module.training and torch.is_grad_enabled()
         ):
@@ -164,9 +164,10 @@ class watch:
             observer.close()
 
     def _after_forward(self, module: nn.Module, args: object, answer: object) -> None:
-        """A hook after a forward pass: ends the observation of this thread, and calls
-        `tell` with the numbers of each measured call. Does nothing without one. Logs
-        attention that ran unseen, unless the model itself raised (`answer` is None)."""
+        """A hook after a forward pass: ends the observation of this thread, moves on
+        which calls are measured next, and calls `tell` with the numbers of each measured
+        call. Does nothing without an observation. Logs attention that ran unseen, unless
+        the model itself raised (`answer` is None). Raises what `tell` raises."""
         with self.lock:
             observer = self.observer
             if observer is None or not observer.is_of_this_thread():
@@ -322,8 +323,8 @@ def kernel_that_ran(
 
 def operator_of(out: Tensor) -> str:
     """Returns the operator of SDPA that computed `out`, one of OPERATORS of its device,
-    read from its graph of autograd; `math` where the graph has none, or there is no
-    graph."""
+    read from the last nodes of its graph of autograd; `math` where these have none, or
+    there is no graph. Raises KeyError for a device without OPERATORS."""
     node: Any = out.grad_fn
     names = {op.replace("_", ""): op for op in OPERATORS[out.device.type].values()}
     for _ in range(3):  # a head_dim that was padded is cut to its size again

@@ -70,7 +70,7 @@ class _Loader(yaml.SafeLoader):
 
     def compose_mapping_node(self, anchor: dict[str, yaml.Node]) -> yaml.MappingNode:
         """Returns a mapping of the file's tree. Raises ComposerError, with the line, for
-        a repeated key."""
+        two keys of the same text (`1` and `'1'` too)."""
         node = super().compose_mapping_node(anchor)
         seen: set[str] = set()
         for key, _ in node.value:
@@ -94,8 +94,8 @@ def parse_bundled(name: str) -> Any:
 
 def read_yaml(path: Path, model: type[M]) -> M:
     """Returns a YAML file as a validated model, the grids of `cases` and `kernels`
-    expanded. Raises UsageError that names the file, the line and the key; also for a file
-    that cannot be read, is empty, or is no mapping."""
+    expanded. Raises UsageError that names the file, and the line and the key where one is
+    at fault; also for a file that cannot be read, is empty, or is no mapping."""
     try:
         is_bundled = path.is_relative_to(bundled_path("gate/default.yaml").parent.parent)
         loader = (_Trusted if is_bundled else _Loader)(path.read_text(encoding="utf-8"))
@@ -135,7 +135,7 @@ def validated(
     """Returns a mapping as a validated model, the grids of `cases` and `kernels`
     expanded. `where`: the file or option it comes from; `node`: the file's tree, for line
     numbers. Raises UsageError that names `where`, the line if there is a `node`, and the
-    key; for more than MOST_CELLS cells too."""
+    key if one is at fault; for more than MOST_CELLS cells and an empty axis too."""
     origins: dict[
         int | str, list[int]
     ] = {}  # of each cell of a grid, the index of its entry
@@ -180,7 +180,8 @@ def validated(
 def _place_of_value(raw: object, error: Mapping[str, Any]) -> tuple[int | str, ...]:
     """Returns where the value stands that an error of pydantic is about, as keys and
     indices. For one member of a union, pydantic's place has the member's name behind it
-    (`margin.bool`), which is no key of the mapping `raw`."""
+    (`margin.bool`), which is no key of the mapping `raw` and is left out. Pydantic's
+    place as it is for a missing value, and where `raw` has no part of it."""
     place: tuple[int | str, ...] = error["loc"]
     if error["type"] == "missing":
         return place
@@ -197,9 +198,9 @@ def _place_of_value(raw: object, error: Mapping[str, Any]) -> tuple[int | str, .
 
 def _problem_of_union(errors: Sequence[Mapping[str, Any]]) -> str:
     """Returns what is wrong with a value, by pydantic's errors about it: one, or one for
-    each member of its union. The member of the value's own type counts alone; where there
-    is none, all that was expected is named: `expected a valid integer or a valid
-    string`."""
+    each member of its union. The member of the value's own type counts alone. Where there
+    is none, all that was expected is named (`expected a valid integer or a valid
+    string`), or the first error where one names nothing expected."""
     of_type = [e for e in errors if e["loc"][-1:] == (type(e["input"]).__name__,)]
     words = [problem_of(e) for e in of_type or errors]
     if len(words) == 1 or not all(text.startswith("expected ") for text in words):
@@ -211,8 +212,8 @@ def _problem_of_union(errors: Sequence[Mapping[str, Any]]) -> str:
 
 def problem_of(error: Mapping[str, object]) -> str:
     """Returns what is wrong with a value, by one of pydantic's errors: `expected a valid
-    integer, got 'x'`, without the value where it is long; the words of a validator of
-    numdev as they are."""
+    integer, got 'x'`, without the value where it is long; `expected a value, got none`
+    for a missing one; any other words, as those of a validator of numdev, as they are."""
     words = str(error["msg"]).replace("Value error, ", "", 1)
     if error["type"] == "missing":
         return "expected a value, got none"

@@ -172,9 +172,9 @@ def _ordered_reports(
     reports: Sequence[Path | Report], allow: Collection[str], by_date: bool
 ) -> list[tuple[Any, str]]:
     """Returns the reports in the order in which they are compared, each with what errors
-    call it. Raises UsageError for fewer than two, for more than two that are no audit or
-    sweep, for a kind that cannot be compared, and for an unknown key in `allow`; and what
-    `report.read` raises for a path."""
+    call it. Raises UsageError for fewer than two, for more than two of which the first is
+    no audit or sweep, for a kind that cannot be compared, and for an unknown key in
+    `allow`; and what `report.read` raises for a path."""
     for key in allow:
         if key not in MUST:
             raise UsageError(f"--allow {key}: no such key", hint=closest(key, MUST))
@@ -197,9 +197,9 @@ def _ordered_reports(
 
 
 def _summary(compared: Compared, roles: Collection[str]) -> CompareSummary:
-    """Returns how many pairs were judged, and how many differ and could not be; the
-    answer is left empty. Counts kernels under audit, or all groups where `roles` (those
-    of the rows) has no `kernel`."""
+    """Returns how many pairs were judged, and how many differ and could not be, with the
+    notes and inputs of `compared`; the answer is left empty. Counts kernels under audit,
+    or all groups where `roles` (those of the rows) has no `kernel`."""
     audited = [g for g in compared.groups if g.role == "kernel" or "kernel" not in roles]
     unjudged = sum(group.unjudged for group in audited)
     return CompareSummary(
@@ -269,10 +269,10 @@ def _comparable_report(source: Path | Report) -> Any:
 
 
 def _setting_differences(a: Measured, b: Measured) -> tuple[Difference, ...]:
-    """Returns the differences of two reports that are not in their requests: versions,
-    machine, settings, `repeats`, `isolate`, the sources of kernels that both know, the
-    options of kernels that ran with one set of options, and the first difference of their
-    rules. Empty where all of these agree."""
+    """Returns the differences of two reports beside what was measured: versions, machine,
+    settings, `repeats`, `isolate`, the sources of kernels that both know, the options of
+    kernels that ran with one set of options, and the first difference of their rules.
+    Empty where all of these agree."""
     sides: list[dict[str, object]] = []
     in_both = _kernel_sources(a).keys() & _kernel_sources(b)
     for report in (a, b):
@@ -313,10 +313,10 @@ def _changed_sources(a: Report, b: Report) -> Iterator[str]:
 
 
 def shared_request(a: Report, b: Report, allow: Collection[str] = ()) -> list[Difference]:
-    """Returns the differences of two requests that `allow` lets pass. Prompts and weights
-    are compared by their hashes, where a report has them. Where the requests agree, the
-    calls of both are compared instead. Raises UsageError for any other difference, and
-    for reports of two kinds."""
+    """Returns the differences of two requests, in keys of MUST and in `output`, that
+    `allow` lets pass. Prompts and weights are compared by their hashes, where a report
+    has them. Where the requests agree, the calls of both are compared instead. Raises
+    UsageError for any other difference, and for reports of two kinds."""
     differences = [Difference(key="kind", a=a.kind, b=b.kind)] if a.kind != b.kind else []
     sources = [report.provenance.source for report in (a, b)]
     same_prompt = all(source.get(HASHES["text"]) for source in sources)
@@ -347,8 +347,8 @@ def shared_request(a: Report, b: Report, allow: Collection[str] = ()) -> list[Di
 
 def _requested_values(key: str, *reports: Report) -> Iterator[list[object]]:
     """Yields pairs [value of A, value of B] of what was asked for under a key: in the
-    requests, then in the plans if these have the key, then as the reports' field
-    `output`. None stands for a report without the key."""
+    requests, for a key of PLANNED in the plans, and for the key `output` in the reports'
+    field of that name. None stands for what a report does not have."""
     yield [report.request.get(key) for report in reports]
     if key in PLANNED:
         plans = [getattr(report, "plan", None) for report in reports]
@@ -372,8 +372,8 @@ def _call_differences(a: Report, b: Report) -> Iterator[Difference]:
 
 def first_difference(key: str, a: object, b: object) -> list[Difference]:
     """Returns a list with the first place at which two values differ, its path beginning
-    with `key`; an empty list where they are equal. An empty list, mapping or string
-    equals None; 0 does not."""
+    with `key`; an empty list where they are equal. As whole values, empty lists, mappings
+    and strings equal None; 0 does not."""
     if a == b or all(x is None or (x == EMPTY.get(type(x))) for x in (a, b)):
         return []
     sides = [dict(leaves_with_paths(x, key)) for x in (a, b)]
@@ -517,9 +517,9 @@ def _reproducibility_moves(members: Sequence[Pair]) -> Iterator[Move]:
 
 
 def _operator_moves(pairs: Sequence[Pair], names: Names) -> Iterator[Move]:
-    """Yields a move for each kernel and pass (forward or backward) in which another
-    operator ran than before, with in how many of its calls. All tensors of a pass carry
-    this evidence; it is reported once."""
+    """Yields a move for each operator that ran in place of another in a pass (forward or
+    backward) of a kernel, with in how many of its calls. All tensors of a pass carry this
+    evidence; it is reported once."""
     kernels = (p for p in pairs if p.b.role == "kernel" and p.a.ran and p.b.ran)
     by_pass = grouped(
         kernels, lambda p: (names.kernel(p.b), tensor_spec(p.b.tensor).is_gradient)
@@ -605,8 +605,8 @@ def _is_unjudged(pair: Pair, changes: Sequence[Change]) -> bool:
 
 
 def has_equal_numbers(a: DeviationRow, b: DeviationRow) -> bool:
-    """Whether two rows have the same bits and the same numbers, so that there is nothing
-    to judge."""
+    """Whether two rows have the same bits (or both none) and the same numbers, so that
+    there is nothing to judge."""
     return a.bits == b.bits and all(
         getattr(a, name) == getattr(b, name) for name in NUMBERS
     )

@@ -44,8 +44,8 @@ def _group_columns(unit: str) -> tuple[str | Column, ...]:
 
 def styles(report: CompareReport) -> tuple[doc.Style]:
     """Returns the style of the verdict, which is the first sentence, as a tuple of one:
-    `bad` where something moved, is gone or failed, `warn` where something could not be
-    judged, else `good`."""
+    `bad` where something moved, is gone or failed, `warn` where something, or all, could
+    not be judged, else `good`."""
     bad = report.moved or report.failed
     return ("bad" if bad else "warn" if report.exit_code else "good",)
 

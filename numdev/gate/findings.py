@@ -110,10 +110,11 @@ def kernel_verdicts(
     passing: Callable[[Sequence[Test]], Statement | None] = lambda tests: None,
 ) -> list[KernelVerdict]:
     """Returns a verdict for each kernel in each format that has a test of the rule
-    `runs`, and for the model (kernel `MODEL`), the worst first; one on the report itself
-    where something failed that no kernel's verdict shows. `findings`: those of the
-    judgement; `passing` returns what to say of a kernel that passed, by its tests, or
-    None."""
+    `runs`, and for the model (kernel `MODEL`), the worst first. One is on the report
+    itself where too little was read or weights are not finite, and where other tests,
+    such as those of baselines, did not pass and no kernel's verdict has the judgement's
+    outcome. `findings`: those of the judgement; `passing` returns what to say of a kernel
+    that passed, by its tests, or None."""
     by_kernel = grouped(
         (
             t
@@ -141,8 +142,8 @@ def kernel_verdicts(
 
 def _report_verdict(others: Sequence[Test]) -> KernelVerdict:
     """Returns the verdict on what did not pass and is of no kernel under audit: too short
-    a text, a required kernel that is absent, a rule without a row. `others`: these tests,
-    at least one."""
+    a text, a required kernel that is absent, a rule without a row. It has the gravest
+    outcome, and the first two reasons of it. `others`: these tests, at least one."""
     outcome = worst(test.outcome for test in others if test.outcome is not None)
     gravest = [test for test in others if test.outcome is outcome]
     reasons = dict.fromkeys(why for test in gravest for why in test.reasons)
@@ -157,10 +158,10 @@ def _kernel_verdict(
     findings: Sequence[Finding],
     passing: Callable[[Sequence[Test]], Statement | None],
 ) -> KernelVerdict:
-    """Returns the verdict on one kernel in one format by its tests, at least one. It
-    shows the finding on the kernel, else the test farthest beyond its limit, what could
-    not be judged, or for a pass the test nearest to its limit. A kernel to which no rule
-    could be applied is NOT_JUDGED."""
+    """Returns the verdict on one kernel in one format by its tests, at least one. Where
+    it did not pass, it shows the finding on the kernel, else the test farthest beyond its
+    limit or what could not be judged; for a pass the test nearest to its limit. A kernel
+    to which no rule could be applied is NOT_JUDGED."""
     of, names = tests[0], ("rule", "tensor", "metric", "observed")
     outcomes = [test.outcome for test in tests if test.outcome is not None]
     applied = [
@@ -249,9 +250,10 @@ def _limit_findings(
     tests: Sequence[Test], named: Places, every: Rows
 ) -> Iterator[Finding]:
     """Yields a finding for each fault, in the order of the rules: but a mistake that does
-    not explain the head that errs most comes after the finding on that head. Gradients
-    that are wrong because the output is have no finding: the output's says so. `every`:
-    the rows of all kernels, the floor's too."""
+    not explain the head that errs most comes after the finding on that head. A fault has
+    none whose heads other findings name, or whose imprecise step an earlier finding has:
+    that finding says it. Gradients that are wrong because the output is have no finding:
+    the output's says so. `every`: the rows of all kernels, the floor's too."""
     faults = _faults(tests)
     if not faults:
         return
@@ -502,8 +504,8 @@ def _worst_of_tensor(
 
 
 def _largest_error(fault: Fault) -> float:
-    """Returns the error of the head of a fault that errs most, as a multiple of what is
-    expected; 0 without rows."""
+    """Returns the error, as `_relative_error`, of the head of a fault that errs most; 0
+    without rows."""
     return max(
         (_relative_error(judged_row.row) for _, judged_row in fault.rows), default=0.0
     )
@@ -520,8 +522,8 @@ def _relative_error(row: DeviationRow) -> float:
 
 def _finding_of_fault(fault: Fault, named: Places, before: int, every: Rows) -> Finding:
     """Returns the finding on a fault, with its sentence, place and cause. `named` puts
-    places in words; `before`: how many of its rows earlier findings name; `every`: the
-    rows of all kernels."""
+    places in words; `before`: how many more rows it has that other findings name;
+    `every`: the rows of all kernels."""
     tests = list({id(test): test for test, _ in fault.rows}.values())
     verdict, rows = tests[0], [judged_row.row for _, judged_row in fault.rows]
     formats = tuple(dict.fromkeys(test.format or "" for test in tests))
@@ -587,10 +589,11 @@ def _counted_sentence(
     median: bool,
 ) -> tuple[str, bool]:
     """Returns the sentence of a finding, `start` and the filled template, and whether it
-    says in how many units the fault is. It does where it has at most WORDS words with
-    that, several units were judged, and none of them is in earlier findings. With
-    `median` its number is said to be the median unit's; else `up to` stands before the
-    number where several units offend."""
+    says in how many units the fault is. It does where the template has a place for that,
+    it has at most WORDS words with it, several units were judged, and none is in other
+    findings (`count.before`). With `median` it does not: its number is said to be the
+    median unit's. Else `up to` stands before the number, if it has a place, where several
+    units offend and none is in other findings."""
     some = not count.before and count.judged > 1
     up_to = "up to " if some and count.offending > 1 and not median else ""
     ways = [(f" {count.in_words}", ""), ("", "")] if some else [("", "")]
@@ -679,9 +682,10 @@ def share_in_words(share: float) -> str:
 
 def _removal_clause(rows: Rows, unit: str) -> str:
     """Returns `correcting it removes 99.7 % of the rms error of the median head`: the
-    share in each format that was judged. The share in the finer format in which the
-    mistake was identified is added, where that is another and a share is below CLEAR.
-    `rows`: at least one; `unit`: what each is of, in words."""
+    share in each format that was judged, or without any the share by the median
+    `suspicion_cut`. The share in the finer format in which the mistake was identified is
+    added, where that is another and a share is below CLEAR. `rows`: at least one; `unit`:
+    what each is of, in words."""
     by_format = grouped(
         (r for r in rows if r.suspicion_share is not None), lambda r: r.format
     )
@@ -847,8 +851,8 @@ def _bias_direction(row: DeviationRow) -> str:
 
 def _rounding_model_in_words(rows: Rows) -> str:
     """Returns in words the rounding model that predicted the error: the emulation that
-    the kernel claims or is taken to be, or the one inferred for a kernel without a
-    claim."""
+    the kernel claims or is taken to be, or the one inferred for a kernel without a claim;
+    `its rounding model` where no row names one."""
     claim = next((row.claim for row in rows if row.claim), None)
     if claim and claim.startswith(INFERRED):
         return f"its inferred rounding model ({claim})"
@@ -927,10 +931,10 @@ def first_clauses(
     more: str = "",
     least: int = 0,
 ) -> Statement:
-    """Returns a sentence of `name` and as many of the first clauses, at least `least`, as
-    make WORDS words, and the others as a sentence of the details. Of fewer clauses than
-    `least` all are in the line. `between`: what stands behind the name; `more`: how the
-    details begin."""
+    """Returns a sentence of `name` and as many of the first clauses as make at most WORDS
+    words, but at least `least` of them, and the others as a sentence of the details. Of
+    fewer clauses than `least` all are in the line. `between`: what stands behind the
+    name; `more`: how the details begin."""
     for count in range(len(clauses), min(least, len(clauses)) - 1, -1):
         line = f"{name}{between if count else ''}{'; '.join(clauses[:count])}."
         if len(line.split()) <= WORDS:
@@ -1013,9 +1017,9 @@ def _call_key(row: DeviationRow) -> tuple[object, ...]:
 
 
 def remark_sentences(rows: Iterable[DeviationRow]) -> Iterator[str]:
-    """Yields sentences on kernels that return another format than requested, or no
-    log-sum-exp; on the rounding models inferred for kernels that declare none; and on
-    intermediate overflows that the rounding model predicts."""
+    """Yields sentences on kernels that return another format than requested, or whose
+    log-sum-exp is not judged; on the rounding models inferred for kernels that declare
+    none; and on intermediate overflows that the rounding model predicts."""
     kernels = [
         r
         for r in rows

@@ -47,9 +47,9 @@ def fitted_thresholds(report: Report, name: str) -> str:
     """Returns the YAML text of thresholds fitted to a report. `name`: what errors call
     the report.
 
-    Raises UsageError for a report that is no audit or sweep; MeasurementError where no
-    kernel was measured, or the report does not pass the fitted thresholds, and as
-    `judge_report`."""
+    Raises UsageError for a report of another kind than audits, sweeps and checks of
+    functions; MeasurementError where no kernel was measured, or the report does not pass
+    the fitted thresholds, and as `judge_report`."""
     if not isinstance(report, Measured):
         what = (
             f"{name}: expected the report of an audit or a sweep, got one of "
@@ -110,10 +110,10 @@ def _fit_threshold(
 ) -> Threshold:
     """Returns the rule with a limit for each format and tensor: the tightest of its
     kernels' (other kernels may come, or be planted), and before it a limit for each
-    kernel whose own is larger. A kernel's limit is its number times the margin, rounded
-    up; the default one where that is tighter, or the kernel has no number. `wider`: what
-    breaks the default rule (rule, format, tensor, kernel), and may have a looser
-    limit."""
+    kernel whose own is larger. A kernel's limit is its number, at least the least one of
+    MARGINS, times the margin, rounded up; the default one where that is tighter, or the
+    kernel has no number. `wider`: what breaks the default rule (rule, format, tensor,
+    kernel), and may have a looser limit. Raises KeyError for a rule without a margin."""
     margin, least = MARGINS[threshold.metric, threshold.heads is not None]
     limits: dict[tuple[str, str, str], float] = {}  # by format, tensor and kernel
     # By tensor, where it is another than the rule's

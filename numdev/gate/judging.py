@@ -60,10 +60,11 @@ def judge_report(report: Report, rules: Rules | None = None) -> Judgement:
 
 
 def _check_request(report: Report) -> None:
-    """Raises MeasurementError where nothing of a report could be judged. A kernel of its
-    request has no name; or the request names kernels, and the plan says that it does not.
-    Or its source does not say how much of a text was asked for or read, or which weights
-    are not finite."""
+    """Raises MeasurementError where a report's request or source contradicts itself or
+    the plan. A kernel of its request has no name; or the request names kernels other than
+    the default ones, and the plan says that it does not. Or its source has only one of
+    how much of a text was asked for and read, or does not say which weights are not
+    finite, though it has parameters."""
     request, source, plan = (
         report.request,
         report.provenance.source,
@@ -214,7 +215,8 @@ def catching_tests(
 ) -> Iterator[Test]:
     """Yields a test for each planted fault that the rules must catch, in the order of the
     rules; nothing where they name none. It is held where the fault was planted in all
-    these formats, and is caught in each from the rules' dose on; else missing."""
+    these `formats`, which are walked once for each fault, and is caught in each from the
+    rules' dose on; else missing."""
     for fault, dose in rules.catches.items():
         planted = [p for p in power if p.fault == fault]
         weak = [p for p in planted if p.caught_from is None or p.caught_from > dose]
@@ -245,8 +247,8 @@ def required_tests(ran: Iterable[Test], rules: Rules) -> Iterator[Test]:
 
 
 def _anything_judged_test(tests: Sequence[Test]) -> Test:
-    """Returns the test that some kernel ran and some rule was applied to a number:
-    without it a report of nothing would pass."""
+    """Returns the test that some kernel ran and some rule was applied to what was
+    observed: without it a report of nothing would pass."""
     applied = (Standing.HELD, Standing.EXCEEDED)
     why = ""
     if not any(test.runs and test.judged for test in tests):

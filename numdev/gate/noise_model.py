@@ -130,13 +130,13 @@ class Names:
         return {**row.who, "tensor": row.tensor}
 
     def place(self, row: DeviationRow) -> Place:
-        """Returns where the row was measured: case, module, layer, call, head and
-        seed."""
+        """Returns where the row was measured."""
         return Place.of(row)
 
     def lost(self, a: DeviationRow, b: DeviationRow) -> list[str]:
         """Returns the names of numbers, and of evidence (bits, operator, intervals), that
-        A has and B lacks. The bias of an exact output does not count."""
+        A has and B lacks. Numbers of OF_DATA, and the bias of an exact output, do not
+        count."""
         lost = [name for name in NUMBERS if name not in OF_DATA and _has_lost(name, a, b)]
         lost += [name for name in EVIDENCE if getattr(a, name) and not getattr(b, name)]
         return lost + [
@@ -262,7 +262,7 @@ def log_ratio(a: float | None, b: float | None) -> float | None:
 
 def ratio_of_log(log: float | None) -> float | None:
     """Returns e to the power of `log`: the ratio of which it is the logarithm. None where
-    `log` is None or the ratio over- or underflows."""
+    `log` is None or beyond OVERFLOW in size."""
     if log is None or abs(log) > OVERFLOW:
         return None
     return math.exp(log)
@@ -281,8 +281,8 @@ class Change(NamedTuple):
 
     @property
     def change(self) -> float | None:
-        """Returns B / A; None where either is 0, and where the ratio is too large or
-        small for float64."""
+        """Returns B / A; None where either is 0, and where its logarithm is beyond
+        OVERFLOW."""
         return ratio_of_log(log_ratio(self.a, self.b))
 
     @property
@@ -399,8 +399,8 @@ def log_standard_error(
 ) -> float:
     """Returns the standard error of ln(value). 0 where `value` is None or 0, and for a
     worst row without an interval. From the interval of sampled rows if there is one, else
-    from how far the largest error exceeds the rms; infinite where neither tells. `width`:
-    elements in a row of the tensor."""
+    from how far the largest error, or for `expected_ratio` the worst row's, exceeds that
+    of all; infinite where neither tells. `width`: elements in a row of the tensor."""
     if not value:
         return 0.0
     ends = interval_of(row, metric)

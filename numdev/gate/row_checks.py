@@ -147,7 +147,8 @@ def check_whole(report: Measured) -> None:
 
 def _request_differences(request: Request, plan: PlanRecord) -> Iterator[str]:
     """Yields a clause for each thing that was planned otherwise than the request asked
-    for. Keys that the request does not have are not compared."""
+    for, or stands in the plan twice. Keys that the request does not have are not
+    compared."""
     # A check's may be "auto"
     if bool(request.get("backward", plan.backward)) != plan.backward:
         yield "the plan and the request differ in `backward`"

@@ -143,7 +143,8 @@ class Limit(Strict):
     @model_validator(mode="after")
     def _has_one_limit(self) -> Limit:
         """Returns the limit; raises ValueError unless it has exactly one of `at_most`,
-        `at_least` and `absent`, and `absent` for statements alone."""
+        `at_least` and `absent`, which is `absent` for statements and for no other
+        metric."""
         if sum(x is not None for x in (self.at_most, self.absent, self.at_least)) != 1:
             raise ValueError("give one of at_most, at_least and absent")
         if (self.absent is not None) != (self.metric in STATEMENTS):
@@ -293,10 +294,10 @@ class Threshold(Limit):
         """Returns the threshold for a row, or for the median over `heads` of them, with a
         limit of at least 1 + `scatter` standard deviations of luck. Of a ratio of root
         mean squares of n numbers that is 1/√n or less; of a median of N, 1.25/√N of that.
-        Itself for a rule without `scatter`, and for sampled rows, whose interval has
-        luck. n counts 8 numbers at most for each row whose elements share an error
-        (`rows_share_error`), and of `rms_ratio` only the rows that count in effect
-        (`rms_rows`)."""
+        Itself where its limit is that high, for a rule without `scatter`, a row without
+        elements, and for sampled rows, whose interval has luck. n counts 8 numbers at
+        most for each row whose elements share an error (`rows_share_error`), and of
+        `rms_ratio` only the rows that count in effect (`rms_rows`)."""
         if not (self.scatter and row.elements) or row.sampled:
             return self
         n, rows = float(row.elements), float(row.rows_measured or 0)
@@ -339,7 +340,8 @@ class Rules(Strict):
     @classmethod
     def _with_default_limits(cls, values: object) -> object:
         """Returns the values of a file with the default thresholds where it has none, and
-        the limits of kinds of reports gathered under `limits`."""
+        the limits of kinds of reports gathered under `limits`; what is no mapping as it
+        is. Raises ValueError for limits that are wrong."""
         if not isinstance(values, Mapping):
             return values
         whole = dict(values)
@@ -418,7 +420,8 @@ def rules_as_data(rules: Rules) -> dict[str, object]:
 
 def read_rules(path: Path) -> Rules:
     """Returns the rules in a YAML gate file; their name is the file's unless it has one.
-    Raises UsageError that names the file, the line and the key."""
+    Raises UsageError that names the file, and the line and the key where one is at fault;
+    also for a file that cannot be read."""
     rules = read_yaml(path, Rules)
     if "name" in rules.model_fields_set:
         return rules

@@ -50,8 +50,8 @@ class SequenceRatios:
 
     @property
     def moved_surely(self) -> bool:
-        """Whether every sequence is beyond SURELY, all in one direction; False where no
-        sequence has a ratio."""
+        """Whether every sequence that has a ratio is beyond SURELY, all in one direction;
+        False where none has."""
         least, most = min(self.logs, default=0.0), max(self.logs, default=0.0)
         return least > math.log(SURELY) or most < -math.log(SURELY)
 

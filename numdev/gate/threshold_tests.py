@@ -70,9 +70,9 @@ EMPTY = "no element of this tensor could be judged"
 
 
 def tests_of_rows(report: Measured, rules: Rules) -> Iterator[Test]:
-    """Yields a test for every rule on every tensor of every kernel in every format, in
-    the rules' order; for which calls ran; and for whether their inputs are finite, if
-    there are any cases."""
+    """Yields a test for every rule on every tensor of every kernel in every format that
+    it selects, in the rules' order; for which calls ran; and for whether their inputs are
+    finite, if there are any cases."""
     yield from threshold_tests(report.rows, report.plan, rules)
     yield from run_tests(report.rows, report.plan, rules)
     if report.cases:
@@ -82,8 +82,8 @@ def tests_of_rows(report: Measured, rules: Rules) -> Iterator[Test]:
 def _finite_inputs_test(rows: Rows, cases: Sequence[CallRecord]) -> Test:
     """Returns the test of whether inputs are finite, also once rounded to the format.
     Elements that depend on one that is not are left out of every rule: what is left out
-    is not judged. Undecided where some are not, with at most REASONS reasons; else
-    held."""
+    is not judged. Undecided where some are not in a call that a kernel ran, with at most
+    REASONS reasons; else held."""
     affected = {case.case: case for case in cases if case.nonfinite or case.overflows}
     reasons: dict[str, None] = {}
     named = Places(rows) if affected else None
@@ -107,9 +107,10 @@ def _finite_inputs_test(rows: Rows, cases: Sequence[CallRecord]) -> Test:
 
 def threshold_tests(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Test]:
     """Yields a test for every rule on each tensor of each kernel in each format that it
-    selects (`by_case`: in each case too), in the rules' order. A rule that selects no row
-    has a test too, which is missing unless the rule may lack rows; but a rule on
-    gradients alone has none where none were planned."""
+    selects, with `by_case` one for each case of these, in the rules' order. A rule that
+    selects no row has a test too, which is missing unless the rule may lack rows; but one
+    that may lack them, and is on gradients alone, has none where no gradients were
+    planned."""
     groups = rows_to_judge(rows)
     for threshold in rules.thresholds:
         chosen = [*filter(None, map(threshold.where.select, groups.values()))]
@@ -130,7 +131,7 @@ def threshold_tests(rows: Rows, plan: PlanRecord, rules: Rules) -> Iterator[Test
 
 
 def _is_of_gradients(where: Selector) -> bool:
-    """Whether a selector fits gradients alone."""
+    """Whether a selector fits gradients alone, of the tensors of attention (TENSORS)."""
     specs = [
         spec for spec in TENSORS.values() if matches_patterns(where.tensor, spec.name)
     ]
@@ -138,9 +139,9 @@ def _is_of_gradients(where: Selector) -> bool:
 
 
 def _unmatched_pattern(where: Selector, groups: Groups) -> str:
-    """Returns a clause on the first of a selector's patterns that fit no row at all, with
-    the names that rows have: `; kernel mine is none of a, b`. Empty where each fits some
-    row."""
+    """Returns a clause on the first of a selector's fields `kernel`, `format` and
+    `tensor` whose patterns fit no row, with up to 8 names that rows have: `; kernel mine
+    is none of a, b`. Empty where there is none, and without rows."""
     for name in ("kernel", "format", "tensor"):
         present = dict.fromkeys(getattr(rows[0], name) for rows in groups.values())
         patterns = getattr(where, name)
@@ -372,8 +373,9 @@ def _rows_beyond_limit(
     threshold: Threshold, judged: Sequence[JudgedRow]
 ) -> list[JudgedRow]:
     """Returns rows beyond the limit. Where the limit is for a median there are none as
-    long as that is within; where certainty is asked for only those that are significant
-    over all of them together."""
+    long as that is within. Where certainty is asked for, only rows count that are
+    significant over all of them together; else, with `only_where`, only rows whose
+    numbers are large enough."""
     if not judged or (threshold.heads is not None and _median(judged).excess <= 1):
         return []
     if threshold.certain:

@@ -191,7 +191,8 @@ class Document(_Titled):
         """Yields the nodes that a medium shows; `verbose` is a terminal that shows all it
         can. Figures, a choice of tables and details are nodes of a page alone: elsewhere
         they become tables, the first table, and what is in them. Tables without a row and
-        lists without an item are left out."""
+        lists without an item are left out, but not the tables of figures or of a
+        choice."""
         yield from _shown_in(self.blocks, medium)
 
 
@@ -209,7 +210,7 @@ PARTS = {
 def _shown_in(nodes: Iterable[Node], medium: Medium) -> Iterator[Node]:
     """Yields those of the nodes that a medium shows, without empty ones. Outside of html
     the content of a `Details` stands by itself, figures become tables, and of a choice of
-    tables the first is taken."""
+    tables the first is taken, even an empty one."""
     media = {medium, "terminal"} if medium == "verbose" else {medium}
     for node in nodes:
         is_empty = not getattr(node, PARTS.get(type(node), "only"))
@@ -253,9 +254,10 @@ def table(
     kind: TableKind = "numbers",
     only: tuple[Medium, ...] = MEDIA,
 ) -> Table:
-    """Returns a table of text and cells; the first of columns that are only named is
-    aligned left, the others right. `standard`: for each row, in order, whether it is only
-    there for comparison (rows beyond it are left out); empty: none is."""
+    """Returns a table of text and cells. A column that is only named is aligned left
+    where it is the first of the table, else right. `standard`: for each row, in order,
+    whether it is only there for comparison (rows beyond it are left out); empty: none
+    is."""
     heads = tuple(
         Column(c, align="right" if i else "left") if isinstance(c, str) else c
         for i, c in enumerate(columns)
@@ -312,8 +314,8 @@ X = TypeVar("X", int, float, float | None)
 def curve(
     label: str, role: Role, numbers: Mapping[tuple[X, str], Sequence[float]]
 ) -> Iterator[Curve]:
-    """Yields one curve of the medians at each place, or nothing where all of them are 0,
-    which a logarithmic axis does not have. `numbers`: by (x, name of the place) the
+    """Yields one curve of the medians at each place, or nothing where none is other than
+    0, which a logarithmic axis does not have. `numbers`: by (x, name of the place) the
     values there; a place without one, or of median 0, has no point."""
     points = tuple(
         Point(x=x, label=name, mean=median(values), low=None, high=None)
@@ -325,10 +327,10 @@ def curve(
 
 
 def tables_of(of: Figures) -> Iterator[Table]:
-    """Yields figures as numbers, those of one metric in one table: a row for each curve,
-    a column for each tick of the axis. A curve that the axis does not move has the same
-    number in each. Ratios are written as `ratio` writes them, a loss with three decimals,
-    others in two digits."""
+    """Yields figures as numbers, those of one metric and title of its axis in one table:
+    a row for each curve, a column for each tick of the axis. A curve that the axis does
+    not move has the same number in each. Ratios are written as `ratio` writes them, a
+    loss with three decimals, others as `si` does."""
 
     def cell(figure: Figure, curve: Curve, x: float) -> str:
         """Returns a curve's number at x with its note; a dash where it has no point

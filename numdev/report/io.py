@@ -42,7 +42,8 @@ class _Head(BaseModel):
 
     @property
     def version(self) -> str | None:
-        """Returns the version of numdev that wrote the file; None where it has none."""
+        """Returns the version of numdev that wrote the file; None where it says none in
+        text."""
         about = self.provenance if isinstance(self.provenance, dict) else {}
         version = about.get("numdev")
         return version if isinstance(version, str) else None
@@ -134,10 +135,10 @@ def write(report: Report, directory: Path) -> None:
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[str]]:
     """Yields a text file, in UTF-8, that takes the name `path` only when it is complete;
-    after an exception the old file stays. A device, a pipe, or the system's name for an
-    open file (`/dev/stdout`) is written to, and stays what it is; a link to a file is
-    replaced. Raises OSError where it cannot be written, as in a folder that does not
-    exist."""
+    after an exception the old file stays. A device, a pipe, and any path in /dev or
+    /proc, such as the system's name for an open file (`/dev/stdout`), is written to
+    itself; a link to a file is replaced. Raises OSError where it cannot be written, as in
+    a folder that does not exist."""
     if _is_written_in_place(path):
         with path.open("w", newline="", encoding="utf-8") as file:
             yield file
@@ -150,15 +151,16 @@ def replacing(path: Path) -> Iterator[IO[str]]:
 
 
 def _is_written_in_place(path: Path) -> bool:
-    """Whether a path is a device, a pipe, a directory, or the system's name for an open
-    file, which no new file may replace."""
+    """Whether a path lies in /dev or /proc, where the system has names for open files, or
+    is a device, a pipe or a directory: no new file may replace it."""
     is_of_system = path.parts[:2] in (("/", "dev"), ("/", "proc"))
     return is_of_system or (path.exists() and not path.is_file())
 
 
 def write_csv(file: IO[str], lines: Sequence[Record]) -> None:
     """Writes one line for each record, all of one class, under a line of the names of the
-    fields; nothing where there is no record."""
+    fields; nothing where there is no record. Text and dicts are written as `csv_cell` has
+    them."""
     writer = csv.writer(file)
     for i, line in enumerate(lines):
         values = line.model_dump()
@@ -196,8 +198,10 @@ def expect_directory(directory: Path) -> None:
 
 
 def expect_writable_file(path: Path) -> None:
-    """Raises UsageError where a file cannot be written by `replacing`, and its directory
-    cannot be made: it is a directory, or as in `expect_directory`. Makes nothing."""
+    """Raises UsageError where `replacing` could not write a file, though its directory is
+    made first: it is a directory, or its directory is one that `expect_directory`
+    refuses. Devices, pipes, and paths in /dev and /proc are not checked. Makes
+    nothing."""
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)

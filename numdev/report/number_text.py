@@ -13,8 +13,9 @@ SHADES = (1.25, 2.0, 4.0, 16.0)
 
 
 def si(value: float | None) -> str:
-    """Returns an error in two digits: 0.012, 3.4, from 99.5 on and below 0.01 as a power
-    (1.2e-5); 0 for 0, a dash for None."""
+    """Returns an error in two digits at most: 0.012, 3.4, 3 for 3.0; in size from 99.5 on
+    and below 0.01 as a power of two digits (1.2e-5, 1.0e2). 0 for 0, a dash for None,
+    `nan` for NaN, `inf` for infinity."""
     if value is None:
         return NONE
     return (
@@ -25,8 +26,9 @@ def si(value: float | None) -> str:
 
 
 def percent(share: float | None, *, sign: bool = False) -> str:
-    """Returns a share as a percentage of two digits, `3.1 %`, `-42 %`, `2.0e-3 %`, and a
-    whole one from 99.5 % to 1000 %; with `sign` also `+3.1 %`. A dash for None."""
+    """Returns a share as a percentage of two digits at most, `3.1 %`, `-42 %`, `2.0e-3
+    %`; in size from 99.5 % to 1000 % a whole one, beyond that a power (`1.0e3 %`). With
+    `sign` also `+3.1 %`. A dash for None."""
     if share is None:
         return NONE
     number = f"{100 * share:.0f}" if 0.995 <= abs(share) < 10 else si(100 * share)
@@ -86,8 +88,9 @@ def label(of: Labelled) -> str:
 
 def ratio(value: float | None) -> str:
     """Returns a multiple, without ×: below 0.1 in two significant digits (0.031, 4.0e-3),
-    up to 100 with two decimals, then in three digits (1230), from 1e5 on as a power; 0.00
-    for 0, a dash for None. A negative one has two decimals from -0.1 downwards."""
+    up to 100 with two decimals, then in three digits, without a point (1230), from 1e5 on
+    as a power; 0.00 for 0, a dash for None. A negative one has two decimals from -0.1
+    downwards."""
     if value is None:
         return NONE
     if 0 < abs(value) < 0.1:
@@ -98,7 +101,7 @@ def ratio(value: float | None) -> str:
 
 
 def short(value: float | None) -> str:
-    """Returns a positive multiple in four characters: 1.25, 12.5, 125, from 999.5 on a
+    """Returns a positive multiple in a few characters: 1.25, 12.5, 125, from 999.5 on a
     power (1e3); a dash for None."""
     if value is None:
         return NONE

@@ -26,8 +26,8 @@ def plain(text: str, keep: str = "") -> str:
 
 def csv_cell(value: object) -> object:
     """Returns a value as a cell of a CSV file: a dict as JSON, and text that a
-    spreadsheet would compute (FORMULA) with an apostrophe before it. In text, control
-    characters but tabs and line ends are spelled out. Other values stay."""
+    spreadsheet would compute (FORMULA) with an apostrophe before it. In text, characters
+    that are not printable, but tabs and line ends, are spelled out. Other values stay."""
     if isinstance(value, dict):
         return json.dumps(value)
     if isinstance(value, str):
@@ -37,8 +37,8 @@ def csv_cell(value: object) -> object:
 
 
 def json_text(text: str) -> str:
-    """Returns JSON text with each character that is not printable as JSON's escape for
-    it: safe in a terminal, and the same data."""
+    """Returns JSON text with each character that is not printable, but for tabs and line
+    ends, as JSON's escape for it: safe in a terminal, and the same data."""
     if text.isprintable():
         return text
     return "".join(

@@ -46,9 +46,10 @@ def summarise(
     findings: Sequence[Finding] = (),
     words: Words = ATTENTION_WORDS,
 ) -> AuditSummary:
-    """Returns the summary of an audit's rows, whether ok, skipped or failed; planted
-    faults are left out. The answer, sentences as `bfloat16: ...`, says nothing of a
-    kernel that a finding is on. `words`: of the operation."""
+    """Returns the summary of an audit's rows, whether ok, skipped or failed: its
+    `kernels` and `answer`. Planted faults are left out. The answer, sentences as
+    `bfloat16: ...`, says nothing of a kernel that a finding is on. `words`: of the
+    operation."""
     groups = grouped(
         (row for row in rows if row.role != "control"),
         lambda r: (r.role, r.kernel, str(sorted(r.options.items())), r.format),
@@ -140,8 +141,8 @@ def _kernel_summary(rows: Sequence[DeviationRow], places: Places) -> KernelSumma
 
 
 def _mean_error(ok: Sequence[DeviationRow]) -> float | None:
-    """Returns the mean |error| of all elements; None where no head has a number, or the
-    mean overflows."""
+    """Returns the mean |error| of all elements; None where no head has a number and
+    elements, or the mean overflows."""
     measured = (row for row in ok if row.mean_abs is not None)
     weighted = [(row.mean_abs, row.elements or 0) for row in measured]
     values, weight = np.array(weighted, dtype=float).reshape(-1, 2).T
@@ -201,7 +202,7 @@ def _finite_or_none(value: float) -> float | None:
 def _answer_sentences(
     kernels: Sequence[KernelSummary], findings: Sequence[Finding], words: Words
 ) -> Iterator[str]:
-    """Yields sentences on one format: what overflows, and how far a flash kernel is from
+    """Yields sentences on one format: what overflows, and how far one kernel is from
     eager attention, or what else is the baseline by the `words` of the operation, beside
     what the format costs. A kernel with a finding, or one whose output is not finite or
     may not be, is not spoken of: its verdict says it. Of several kernels it is the first

@@ -144,7 +144,7 @@ def _pooled_over_heads(
     rows: Sequence[DeviationRow], metrics: Sequence[str]
 ) -> pd.DataFrame:
     """Returns a table with one line for each cell, seed, kernel and format: the metrics
-    pooled over heads, whether the reference limits any of them, and the kernel's
+    pooled over heads, whether the reference limits any of these heads, and the kernel's
     options."""
     table = pd.DataFrame(list(map(vars, rows)), columns=list(DeviationRow.model_fields))
     table["chosen"] = table["options"].map(_options_text)
@@ -210,7 +210,7 @@ class Grid:
     @cached_property
     def x(self) -> str:
         """Returns the axis of the curves: the one that the request names, else the one
-        with most values, numbers first.
+        with most values, of the axes of numbers and formats if there are any.
 
         Raises UsageError for a grid of a single cell, for an `x` that is no axis, and for
         a metric that cannot be drawn."""
@@ -236,7 +236,7 @@ class Grid:
     @cached_property
     def axis(self) -> Axis:
         """Returns the axis of the curves with its ticks in ascending order: logarithmic
-        where its numbers are positive and span a factor of 8. Formats stand by
+        where its numbers are positive and span a factor of at least 8. Formats stand by
         significant bits at equal distances; other values that are not numbers stand in
         the order of the file. Raises UsageError as `x`."""
         values, numbers = self.axes[self.x], _as_numbers(self.axes[self.x])
@@ -274,8 +274,9 @@ class Grid:
     def lines(self, cells: Iterable[CellRow]) -> Lines:
         """Returns the cells as curves along the axis, in the order they came: by (metric,
         place on the other axes, label) the cells by their value on the axis, None for a
-        cell that the axis does not move. Where it moves some cells of a curve, the others
-        are left out. `cells`: of cases of the request. Raises UsageError as `x`."""
+        cell that the axis does not move. The label of the role `precision` is `input
+        rounding`. Where the axis moves some cells of a curve, the others are left out.
+        `cells`: of cases of the request. Raises UsageError as `x`."""
         values = [None, *self.axis_values]
         cases = {case.name: case for case in self.request.cases}
         lines: Lines = {}
@@ -318,8 +319,8 @@ def _as_numbers(values: Iterable[str]) -> list[float] | None:
 def figures(lines: Lines, grid: Grid, baseline: str) -> Iterator[Figure]:
     """Yields a figure for every metric that is drawn and every place on the other axes,
     where a curve has a number, in the order of the request's metrics; logarithmic where
-    all means are positive or 0 and span a factor of 4. `baseline`: the label of its
-    curve."""
+    no mean is below 0, and those above it span a factor of at least 4. `baseline`: the
+    label of its curve."""
     places: dict[str | None, float] = {tick.label: tick.x for tick in grid.axis.ticks}
     drawn: dict[tuple[str, Place], list[Curve]] = {}
     for (metric, place, label), cells in lines.items():
@@ -364,9 +365,10 @@ def sentences(lines: Lines, grid: Grid, baseline: str) -> tuple[str, ...]:
     [0.30 to 0.32]` for each curve of the first metric that moves along the axis, the
     baseline last, and `METRIC not measured` for one without a number: at most SENTENCES,
     and how many more. Then comes one sentence on the curves that do not move, each with
-    its last number. Of roles other than `kernel` only the baseline is told. The ratio is
-    of the last point; where the axis has no order, the ends are the least and the largest
-    mean in magnitude. A peak twice as high as both ends stands between them."""
+    its number at the last end: at most SENTENCES of them, and how many more. Of roles
+    other than `kernel` only the baseline is told. The ratio is of the last point; where
+    the axis has no order, the ends are the least and the largest mean in magnitude. A
+    peak more than twice as high as both ends stands between them."""
     moving, still = [], []
     for (metric, place, label), cells in sorted(
         lines.items(), key=lambda x: x[0][2] == baseline
@@ -399,11 +401,11 @@ def sentences(lines: Lines, grid: Grid, baseline: str) -> tuple[str, ...]:
 
 def _moves(cells: Mapping[str | None, CellRow]) -> bool:
     """Whether a curve moves along the axis. Its largest mean is more than MOVED times its
-    least, both in magnitude, and their intervals do not meet; or it is more than
-    SURELY_MOVED times its least, since two seeds give intervals that meet whatever
-    happens; or there are means below 0 and above it, and their intervals do not meet.
-    Where all are below 0 their mirror image is judged. False for a curve of one point, or
-    of zeros. `cells`: at least one with a mean."""
+    least, both in magnitude, and their intervals do not meet, or one has none; or it is
+    more than SURELY_MOVED times its least, since two seeds give intervals that meet
+    whatever happens; or there are means below 0 and above it, and their intervals do not
+    meet. Means below 0 are judged by their mirror images. False for a curve of one point,
+    or of zeros. `cells`: at least one with a mean."""
     spans = [
         (cell.mean, cell.low, cell.high)
         for cell in cells.values()

@@ -60,7 +60,7 @@ class CallRecord(Record):
 
     def extents(self) -> Mapping[str, Extent]:
         """Returns the shape of each tensor by name, also of those that an implementation
-        may leave out. Each kind of call has its own."""
+        may leave out. Each kind of call has its own; raises NotImplementedError here."""
         raise NotImplementedError
 
 

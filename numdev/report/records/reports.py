@@ -60,8 +60,8 @@ class Place(Record):
 class Places:
     """What to call a place in a report of these rows: `layer 3 head 2`. The module stands
     in place of the layer where several have its number, the case where it has no layer.
-    The step of a generation is named, and seed and call where there are several. `words`:
-    of the operation."""
+    Phase and step are named, and seed and call where there are several. `words`: of the
+    operation."""
 
     def __init__(
         self,
@@ -81,9 +81,10 @@ class Places:
         self._calls = len({row.call for row in rows}) > 1
 
     def layer(self, place: Place | DeviationRow | WorstRow) -> str:
-        """Returns a place's layer in words, with its phase: `layer 3 decode`. The
-        module's name where several modules have that layer's number, and for a place of
-        other rows; the case's where the place has no layer."""
+        """Returns a place's layer in words, with what it attends to and its phase, where
+        it has these: `layer 3 cross`, `layer 3 decode`. The module's name where several
+        modules have that layer's number, and for a place of other rows; the case's where
+        the place has no layer."""
         name = self._names.get((place.layer, place.module), place.module)
         name = place.case if place.layer is None else name
         return f"{name} {place.phase}" if place.phase else name
@@ -268,13 +269,14 @@ class Report(Record):
 
     def tables(self) -> Mapping[str, Sequence[Record]]:
         """Returns what is written as CSV beside the report: records by the name of the
-        file."""
+        file, without `.csv`. Empty for a kind of report that does not override it."""
         return {}
 
     def to_pandas(self, table: str = "") -> pandas.DataFrame:
         """Returns one of its tables, by default the first (`rows` of an audit), as a
-        DataFrame: a field a column, None as NaN among numbers. Raises UsageError for a
-        table that it does not have, and where it has none."""
+        DataFrame: a field a column, None as NaN among numbers. A table without records
+        has no columns. Raises UsageError for a table that it does not have, and where it
+        has none."""
         import pandas
 
         tables = self.tables()
@@ -286,11 +288,11 @@ class Report(Record):
         return pandas.DataFrame([record.model_dump() for record in tables[name]])
 
     def plot(self, metric: str = "floor_ratio", **which: Any) -> Any:
-        """Draws `metric` by layer and head with matplotlib, kernels side by side, and
-        returns the axes, as an array of one for each kernel. `which`: `tensor` (default
-        `out`) and `format` (default: the first). For reports with rows by layer and head,
-        as of an audit. Raises UsageError without matplotlib, for an unknown metric, and
-        where no row has the number."""
+        """Draws the size of `metric` by layer and head with matplotlib, kernels side by
+        side, and returns the axes, as an array of one for each kernel. `which`: `tensor`
+        (default `out`) and `format` (default: the first). For reports with rows by layer
+        and head, as of an audit. Raises UsageError without matplotlib, for a wrong
+        argument or an unknown metric, and where no row has the number, or all are 0."""
         return _renderer("matplotlib_figure").draw(self, metric, **which)
 
     def __repr__(self) -> str:
@@ -388,8 +390,8 @@ class FunctionReport(AuditReport):
     power: TolerancePower | None = None  # None: not asked for
 
     def tables(self) -> Mapping[str, Sequence[Record]]:
-        """Returns the tables that are written as CSV, by name: `rows`, and `inputs` where
-        any was tried."""
+        """Returns the tables that are written as CSV, by name: `rows`, `weights` where
+        there are any, and `inputs` where any was tried."""
         inputs = {"inputs": self.inputs} if self.inputs else {}
         return {**super().tables(), **inputs}
 

@@ -106,8 +106,9 @@ class MainTable(NamedTuple):
 
 
 def _main_table(blocks: Sequence[doc.Node]) -> MainTable:
-    """Returns the first table that is no map and no series, since the answer comes first;
-    its text is Markdown. None, and no text, where there is none."""
+    """Returns the first of these blocks that is a table, and no map and no series, since
+    the answer comes first; its text is Markdown. None, and no text, where there is
+    none."""
     tables = (node for node in blocks if isinstance(node, doc.Table))
     first = next((t for t in tables if t.kind not in ("map", "series")), None)
     text = "" if first is None else markdown.table_text(first)
@@ -116,8 +117,8 @@ def _main_table(blocks: Sequence[doc.Node]) -> MainTable:
 
 def _map_parts(table: doc.Table) -> Iterator[doc.Table]:
     """Yields a table as it is laid out: a map of more than MAP_COLUMNS columns in parts
-    of equal width, each with the names of its rows, so that its cells can be read; any
-    other table as it is."""
+    of one width, the last perhaps narrower, each with the names of its rows, so that its
+    cells can be read; any other table as it is."""
     count = len(table.columns) - 1
     if table.kind != "map" or count <= MAP_COLUMNS:
         yield table

@@ -26,8 +26,8 @@ def draw(
 ) -> Any:
     """Draws a heat map of magnitudes for each kernel, layers down and heads across, and
     returns the axes, one for each. Of several rows of a head (calls, seeds) it shows the
-    largest. `format`: None: the report's first. Raises UsageError without matplotlib, for
-    an unknown metric, and where no row of a head has the number."""
+    largest, but no 0. `format`: None: the report's first. Raises UsageError without
+    matplotlib, for an unknown metric, and where no row has the number, other than 0."""
     if metric not in DeviationRow.model_fields:
         hint = closest(metric, DeviationRow.model_fields)
         raise UsageError(f"plot: no metric {metric!r}", hint=hint)

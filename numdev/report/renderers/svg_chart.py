@@ -75,8 +75,8 @@ class Scale:
 
     def ticks(self) -> list[float]:
         """Returns where ticks stand, as values: powers of ten, with 2 and 5 between where
-        they are few; on a linear axis, and where a logarithmic one holds fewer than three
-        of these, round numbers in equal steps."""
+        they are few, and only some where they are many; on a linear axis, and where a
+        logarithmic one holds fewer than three of these, round numbers in equal steps."""
         low, high = (10**self.low, 10**self.high) if self.log else (self.low, self.high)
         if self.log:
             decades = range(math.floor(self.low), math.ceil(self.high) + 1)
@@ -95,7 +95,8 @@ class Scale:
 
 def _scale_over(values: Iterable[float], pixels: Pair, log: bool, share: float) -> Scale:
     """Returns a scale from the least value to the largest, at least one, with `share` of
-    the range as air at both ends. `pixels`: where it starts and ends; `log`: values are
+    the range as air at both ends: at least 0.02 on a logarithmic scale, and on another
+    0.5 where the values are equal. `pixels`: where it starts and ends; `log`: values are
     positive, and their logarithms are drawn."""
     places = [math.log10(v) if log else v for v in values]
     low, high = min(places), max(places)
@@ -199,9 +200,10 @@ def _swatch(look: str, marker: int) -> Markup:
 
 def svg(figure: Figure, of: Figures, frame: DrawingFrame = WIDE) -> Markup:
     """Returns one of these figures as an SVG element of the frame's width, as high as it
-    needs, with the vertical scale of all of its metric. Only where there is room for
-    names do points have tooltips: a phone has none. On a logarithmic scale points of 0
-    are left out."""
+    needs, with the vertical scale of all of its metric. A curve that the axis does not
+    move is a level line without points. Only where there is room for names do points have
+    tooltips: a phone has none. On a logarithmic scale points of 0 or below are left
+    out."""
     axis, categories = of.axis, of.axis.scale == "category"
     kind = (figure.metric, figure.relative)
     y = _y_scale([f for f in of.figures if (f.metric, f.relative) == kind], frame)
@@ -240,8 +242,9 @@ def svg(figure: Figure, of: Figures, frame: DrawingFrame = WIDE) -> Markup:
 
 
 def _styles(of: Figures) -> dict[str, tuple[str, int]]:
-    """Returns by label a curve's CSS class and the index of its marker: the standard
-    roles have their own, kernels a colour each."""
+    """Returns by label a curve's CSS class and the index of its marker: the baseline, the
+    floor and the role `precision` have their own, the other curves one of COLOURS in
+    turn."""
     styles: dict[str, tuple[str, int]] = {}
     colours = itertools.count()
     for label, role in {c.label: c.role for f in of.figures for c in f.curves}.items():
@@ -256,9 +259,9 @@ def _styles(of: Figures) -> dict[str, tuple[str, int]]:
 def _draw_axes(
     root: ET.Element, axis: Axis, y_title: str, x: Scale, y: Scale, frame: DrawingFrame
 ) -> float:
-    """Draws the frame, its ticks and titles, without overlaps; returns where the drawing
-    ends below, in pixels. Where there is no room for names, there is none for the title
-    of the upright axis, which the title above has."""
+    """Draws the frame, its ticks and titles, without overlaps: a tick that has no room is
+    left out. Returns where the drawing ends below, in pixels. Where there is no room for
+    names, there is none for the title of the upright axis, which the title above has."""
     left, right, bottom = frame.left, frame.right, frame.bottom
     for v in y.ticks():
         _draw_path(root, "grid", [(left, y(v)), (right, y(v))])

@@ -59,7 +59,7 @@ def show(
     """Prints what a report or a document has for the terminal, to `console` or else
     (None) to stdout. On stdout lines have PIPE characters where it is no terminal and
     COLUMNS is not set. `verbose`: with what columns mean, and tables that few need; else
-    a last line says where these are."""
+    a last line says where these are, if there are any."""
     out = console or Console()
     if not console and not out.is_terminal and "COLUMNS" not in os.environ:
         out.width = PIPE
@@ -109,7 +109,7 @@ def _print(content: RenderableType, out: Console) -> None:
 def _print_table(node: doc.Table, out: Console) -> None:
     """Prints a table under its title, in as many blocks of columns as the width asks for.
     A column whose `width` is more than the terminal's is left out, and of a series so are
-    some in the middle."""
+    some in the middle where not all fit."""
     out.print()
     if node.title:
         _print(_rich_text(node.title, "bold"), out)
@@ -142,10 +142,11 @@ class _Fitted:
 def _blocks(
     node: doc.Table, chosen: Sequence[int], total: int
 ) -> Iterator[tuple[list[_Fitted], int]]:
-    """Yields the columns `chosen` (indices) of a table in blocks as wide as a line of
-    `total` characters, with the blanks between two columns. Numbers and names stay on one
-    line where all columns fit so. Else words are whole, and lines broken between them.
-    Where that is too wide, the first column stands before each part of the others."""
+    """Yields the columns `chosen` (indices, at least one) of a table in blocks that fit a
+    line of `total` characters, with the blanks between two columns. Numbers and names
+    stay on one line where all columns fit so. Else words are whole, and lines broken
+    between them. Where that is too wide, the first column stands before each part of the
+    others."""
     gap = 1 if node.kind == "map" or len(chosen) > 9 else 2
     least, whole = [], []
     for at in chosen:
@@ -182,7 +183,8 @@ def _fitted(
     gap: int,
 ) -> tuple[list[_Fitted], int]:
     """Returns the columns of one block (`part`: places in the other sequences), each of
-    at least `least` characters and of `whole` where there is room, and the gap."""
+    at least `least` characters and of `whole` where there is room, fewer where even
+    `least` does not fit; and the gap."""
     room = total - gap * (len(part) - 1)
     widths = shared_widths([least[i] for i in part], [whole[i] for i in part], room)
     columns = zip(part, widths, strict=True)
@@ -266,8 +268,8 @@ class _Pace:
 
     def left(self, done: int, total: int, now: float) -> str:
         """Returns about how much time is left at that pace, as `, about 1:40 left`. Empty
-        at the first task of a `total`, which begins the pace anew, and where all are
-        done. `now`: seconds of any clock."""
+        at the first task of a `total` and where `done` falls, which begin the pace anew,
+        and where all are done. `now`: seconds of any clock."""
         then, before, of = self.begun
         if of != total or done < before:
             self.begun = now, done, total
@@ -288,14 +290,14 @@ def _clock(seconds: float) -> str:
 @contextmanager
 def progress(*, show: bool) -> Iterator[Callable[[str, int, int], None]]:
     """Yields the callback (what, done, total) that studies take. In a terminal it moves a
-    progress bar on stderr. Elsewhere it prints a line after FIRST seconds, then every
-    QUIET seconds, with the time elapsed and about how much is left. With `show` False it
-    prints nothing."""
+    progress bar on stderr. Elsewhere a call prints a line at the earliest after FIRST
+    seconds, then QUIET seconds after the last, with the time elapsed and about how much
+    is left. With `show` False it prints nothing."""
     console, pace, started = Console(stderr=True), _Pace(), time.monotonic()
     due = started + FIRST
 
     def line(what: str, done: int, total: int) -> None:
-        """Prints a line, unless the last one was less than QUIET seconds ago."""
+        """Prints a line, if it is to be shown and the time for the next one has come."""
         nonlocal due
         now = time.monotonic()
         left = pace.left(done, total, now)

@@ -51,8 +51,9 @@ def style_of(outcome: Outcome | None) -> doc.Style:
 
 
 def _is_repeated(item: doc.Item, lines: Sequence[doc.Item]) -> bool:
-    """Whether a line says all that the item says of a name: its lead, or what its text
-    begins with (`Cause: rollout: temperature 1`)."""
+    """Whether one of these lines has the item's text, and in its lead the item's name:
+    the item's lead up to a comma, or of a `Cause` what its text begins with (`Cause:
+    rollout: temperature 1`)."""
     name, text = item.lead.partition(",")[0].rstrip(":"), item.text.removesuffix(".")
     if name == "Cause":
         name, _, text = text.partition(": ")
@@ -64,7 +65,7 @@ def document_of(
 ) -> doc.Document:
     """Returns the report as a document: verdicts, answer, findings, what its kind shows,
     and where the numbers come from. First sentences of the answer for which its kind has
-    a style stand among the verdicts; a sentence that a verdict repeats is left out. A
+    a style stand before the verdicts; a sentence that a verdict repeats is left out. A
     document stays as it is. Reproducers are looked for under `directory`; None:
     nowhere."""
     if isinstance(report, doc.Document):
@@ -148,7 +149,8 @@ def verdicts(
 
 def _passed_line(v: KernelVerdict, summary: KernelSummary | None, words: Words) -> str:
     """Returns the line on a kernel that passed and whose study has no words for it: how
-    far it is from fp64, else the rule that it came nearest to."""
+    far it is from fp64, else the rule that it came nearest to, else that no limit
+    applies."""
     if summary is not None and summary.max_abs is not None:
         return _error_line(summary, words)
     if v.rule is None:
@@ -173,8 +175,9 @@ def _finding_details(
     words: Words,
 ) -> str:
     """Returns the details of a finding, and how far off the kernel's output is in each of
-    these formats where a limit is exceeded. `summaries`: of the kernel in each format,
-    None where there is none; `words`: of the operation."""
+    these formats where a limit is exceeded, its elements are finite and its error over
+    the floor is above 0 and not too large to mean anything. `summaries`: of the kernel in
+    each format, None where there is none; `words`: of the operation."""
     far = [
         k
         for k in summaries
@@ -215,8 +218,8 @@ def _word_and_style(of: KernelVerdict | Finding) -> tuple[str, doc.Style]:
 def _error_line(k: KernelSummary, words: Words) -> str:
     """Returns how far a kernel that passed is from fp64: its error over the expected, the
     floor and the baseline's, as `_over_clause` writes it. Its largest error instead where
-    it has no error over the floor, and in float64, which the reference has too. `words`:
-    of the operation."""
+    its error over the floor is missing or too large to mean anything, and in float64,
+    which the reference has too. `words`: of the operation."""
     if k.format == "float64":
         return f"max difference {si(k.max_abs)} from the reference, which is float64 too"
     if k.floor_ratio is None or k.floor_ratio > MOST:
@@ -226,8 +229,9 @@ def _error_line(k: KernelSummary, words: Words) -> str:
 
 def _over_clause(k: KernelSummary, words: Words) -> str:
     """Returns `1.00× expected, 1.23× floor, 0.34× eager; worst 1.48× floor, decode head
-    2`: medians over heads, without what is not in the summary, or too large to mean
-    anything; of one head alone its numbers, and no worst."""
+    2`: medians over heads, without what is not in the summary, and without `expected` in
+    formats other than BIAS_FORMATS. Of one head alone its numbers; the worst is left out
+    there, and where it is missing or too large to mean anything."""
     expected = k.expected_ratio if k.format in BIAS_FORMATS else None
     sizes = {
         "expected": expected,
@@ -277,8 +281,8 @@ def _cell_link(report: Report | Verdicts, finding: Finding) -> str:
 def _reproducer(finding: Finding, directory: Path | None) -> tuple[str, str] | None:
     """Returns the path `reproducers/FOLDER/reproduce.py` and the text of a finding's
     reproducer; the text is empty where it is too long for a page. None where none was
-    written, or without a directory. The folder's name is foreign: it is only ever
-    compared with what is there."""
+    written, the folder is a link, or there is no directory. The folder's name is foreign:
+    it is only ever compared with what is there."""
     for path in (directory / REPRODUCERS).glob("*/reproduce.py") if directory else ():
         if path.parent.name == finding.folder and not path.parent.is_symlink():
             text = path.read_text(encoding="utf-8", errors="replace")
@@ -288,8 +292,8 @@ def _reproducer(finding: Finding, directory: Path | None) -> tuple[str, str] | N
 
 
 def _origin_nodes(report: Report) -> Iterator[doc.Node]:
-    """Yields where the numbers come from: a table on the page, a line or two in the
-    terminal. What is not known is left out."""
+    """Yields where the numbers come from: a table on the page and in Markdown, a line or
+    two in the terminal. What is not known is left out."""
     origin, system, source = (
         report.provenance,
         report.provenance.system,

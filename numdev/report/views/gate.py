@@ -80,10 +80,10 @@ def document(
     plants: bool = True,
     passing: Callable[[Sequence[Test]], Statement | None] = lambda tests: None,
 ) -> doc.Document:
-    """Returns a judgement as a document. `findings` are the exceeded tests in sentences;
-    `tested`: sentences on what was tested; `place` puts a place in words; `plants`:
-    whether faults could have been planted in such a run; `passing`: returns what is said
-    of a kernel that passed, by its tests, or None."""
+    """Returns a judgement as a document. `findings`: those of the judgement; `tested`:
+    sentences on what was tested; `place` puts a place in words; `plants`: whether faults
+    could have been planted in such a run; `passing`: returns what is said of a kernel
+    that passed, by its tests, or None."""
     leading = kernel_verdicts(judgement, findings, passing)[:SENTENCES]
     lines = verdicts(Verdicts(verdicts=leading, findings=findings))
     shown = {findings[v.finding].sentence for v in leading if v.finding is not None}
@@ -181,9 +181,9 @@ def _unjudged_sentences(judgement: Judgement) -> Iterator[str]:
 
 
 def _rule_rows(judgement: Judgement) -> Iterator[tuple[str | doc.Cell, ...]]:
-    """Yields a table's line for each rule, in order: the test with the gravest outcome,
-    of these the one nearest to its limit or farthest beyond, and how many results offend
-    of those judged."""
+    """Yields a table's line for each rule but RUNS and SOMETHING, in order: the test with
+    the gravest outcome, of these the one nearest to its limit or farthest beyond, and how
+    many results of the rule offend, of those judged."""
     order = [*Outcome, None]
     of_rules = (
         test for test in judgement.tests if not test.runs and test.rule != SOMETHING
@@ -206,8 +206,8 @@ def _rule_rows(judgement: Judgement) -> Iterator[tuple[str | doc.Cell, ...]]:
 
 
 def observed_text(observed: float | str | None, metric: str | None = None) -> str:
-    """Returns what was observed: a float in three digits, text as it is, `-` for None. Of
-    a ratio, by its `metric`, 1 is 1.00."""
+    """Returns what was observed: a float in three digits, text as it is, `-` for None and
+    for empty text. Of a ratio, by its `metric`, 2 is 2.00."""
     if not isinstance(observed, float):
         return str(observed or "-")
     return multiple(observed) if metric in RATIOS else three(observed)
