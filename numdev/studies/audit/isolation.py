@@ -105,6 +105,19 @@ def attempt(
             return Failure("failed", one_line(error))
 
 
+def declined_here(kernel: Kernel, case: AttentionCase) -> Failure | None:
+    """Returns the Failure, `skipped`, of a plain function that has no parameter for what
+    the case needs: that is known without a run of it. None for any other, and for a
+    registered kernel, whose own code says what it declines."""
+    if kernel.adapted is None:
+        return None
+    try:
+        kernel.accept(case)
+    except Refused as error:
+        return Failure("skipped", first_line(str(error.message)))
+    return None
+
+
 def copied(record: Any, device: str | torch.device | None = None) -> Any:
     """Returns a case or an output with its tensors detached. Without a `device` all
     tensors are copied; with one they are on it, and those that were on it already are not
@@ -126,9 +139,6 @@ def tensors_of(record: object) -> dict[str, Tensor]:
 UNUSABLE = "its process gave an unusable answer"
 # What importing torch may take: seconds, but minutes on a cold network disk
 START_S = 300.0
-# How long the thread that talks to a worker may wait for the interpreter, in seconds.
-# Python's own 5 ms, some ten times a message, are as long as a small call.
-SWITCH_S = 0.0002
 NOTHING = bytes(TOKEN_BYTES)  # the token of the answer to no task: the worker is ready
 
 
@@ -187,13 +197,16 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
         within: Within = contextlib.nullcontext,
     ) -> Output | Failure:
         """Returns what `attempt` returns for the kernel of this name in the worker; the
-        result of a run that `begin` has begun, if there is one for the same arguments.
+        result of a run that `begin` has begun, if there is one for the same arguments. A
+        function that has no parameter for what the case needs is not run.
         The limit holds for sending the task, and again for the kernel, its compilation
         and the answer; it does not hold for the start of a worker. A kernel that fails in
         a worker where another kernel ran is run again in a new one, so that another
         kernel's fault costs it no row. A failure ends the worker. Raises MeasurementError
         where no worker can be started, and OSError where no process can be. Every
         exception, Ctrl-C included, ends the worker first."""
+        if (declined := declined_here(kernel, case)) is not None:
+            return declined
         call = IsolatedRun(kernel.name, case, dict(options), gradients, within)
         try:
             result, was_shared = self._result_of(call)
@@ -221,10 +234,13 @@ class Isolated(contextlib.AbstractContextManager["Isolated"]):
     ) -> None:
         """Begins to run a kernel `times` times (at least once), one after another, while
         this process goes on. As many later calls with the same arguments take the
-        results. Does nothing where these runs have begun already and exactly `times`
-        results are left to take. Otherwise, as any other call does, waits for the run
-        that goes on, and drops results that are left. Raises MeasurementError where the
-        worker could not be started, and OSError where no process can be."""
+        results. Does nothing for a function that declines the case without a run, nor
+        where these runs have begun already and exactly `times` results are left to take.
+        Otherwise, as any other call does, waits for the run that goes on, and drops
+        results that are left. Raises MeasurementError where the worker could not be
+        started, and OSError where no process can be."""
+        if declined_here(kernel, case) is not None:
+            return
         call = IsolatedRun(
             kernel.name, case, dict(options), gradients, contextlib.nullcontext
         )
@@ -321,8 +337,6 @@ class Worker:
     ready: Future[None] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.switch_s = sys.getswitchinterval()
-        sys.setswitchinterval(SWITCH_S)
         started = self.started
         self.process = started.process
         self.channel = Channel(
@@ -399,7 +413,6 @@ class Worker:
         # Without a process it has its answer; only then is nothing read any more
         self.thread.shutdown(cancel_futures=True)
         self.channel.close()
-        sys.setswitchinterval(self.switch_s)
         remove_stale(Path(tempfile.gettempdir()), "numdev-")  # of a kernel that was ended
 
 
