@@ -21,11 +21,13 @@ from oracles import FEATURES, make_case
 from planted import Planted, of_family
 from planted.processes import CUDA_ERROR
 
-from numdev.cases import AttentionCase
+from numdev.cases import AttentionCase, CaseRef
 from numdev.config import SweepRequest
 from numdev.errors import MeasurementError
-from numdev.kernels import Kernel, Output, find
+from numdev.kernels import Kernel, Output, find, kernel_of_function
+from numdev.sources.capture import Captured
 from numdev.studies.audit import isolation, sweep, worker_start
+from numdev.studies.audit.case_measurement import Unmeasured
 from numdev.studies.audit.isolation import (
     Failure,
     Isolated,
@@ -33,6 +35,7 @@ from numdev.studies.audit.isolation import (
     attempt,
 )
 from numdev.studies.audit.journal import Journal
+from numdev.studies.audit.plan import Plan
 from numdev.studies.audit.run import run_source
 from numdev.studies.audit.timing import Stopwatch
 
@@ -255,6 +258,36 @@ def test_rows_are_those_of_kernels_that_run_here(monkeypatch: pytest.MonkeyPatch
     runs = [(name, *call) for call in calls for name in names]
     measured = [event for event in events if event[-1] != "float32"]  # to name a mistake
     assert measured == [(what, *run) for run in runs for what in ("begins", "asked")]
+
+
+def test_a_function_without_a_parameter_for_the_call_is_not_run() -> None:
+    """Nor is a process started: it says what the function says in this process."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("it ran")
+
+    kernel = kernel_of_function("mine:attend", attend)
+    case = make_case(dtype=torch.bfloat16, heads=2, q_len=4, kv_len=4, is_causal=True)
+    isolated = Isolated()
+    isolated.begin(kernel, case, {})
+    declined = isolated(kernel, case, {})
+    assert declined == attempt(kernel, case, {})
+    assert declined.status == "skipped"
+    assert "causal" in declined.reason
+    assert isolated.worker is None
+
+
+def test_a_call_that_cannot_be_loaded_says_so_where_it_is_needed() -> None:
+    """Though a thread has tried before; one without a task is not loaded."""
+    located = Captured(ref=CaseRef(case="a"), load=lambda: 1 // 0)
+    task: Any = ("planned", "task")
+    work = Unmeasured(located, [task], Plan.__new__(Plan), Stopwatch())
+    work.begin_loading()
+    with pytest.raises(ZeroDivisionError):
+        _ = work.case
+    finished = dataclasses.replace(work, tasks=[], loading=None)
+    finished.begin_loading()
+    assert finished.loading is None
 
 
 def hang_in_isolation(note: str) -> None:

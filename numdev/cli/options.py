@@ -214,8 +214,8 @@ def cluster_options(function: Callable[..., object]) -> Callable[..., object]:
 
     @click.option(
         "--workers", type=WorkersOrAddress(), metavar="N|ADDRESS",
-        help="Measure in N processes of this machine: one GPU each, or a share of the "
-        "CPU's threads. Or on the workers of the Dask scheduler at ADDRESS, e.g. "
+        help="Measure in N processes of this machine, which share its GPUs or the CPU's "
+        "threads. Or on the workers of the Dask scheduler at ADDRESS, e.g. "
         "tcp://10.0.0.1:8786.",
     )  # fmt: skip
     @functools.wraps(function)

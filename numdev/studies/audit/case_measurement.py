@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -54,6 +55,16 @@ def as_located(case: AttentionCase, axes: Mapping[str, object] | None = None) ->
     return Captured(ref=case.ref, axes=dict(axes or {}), load=partial(copy.copy, case))
 
 
+LOADER = ThreadPoolExecutor(1)  # draws the next case
+
+
+def _load_on(gpu: int, located: Located) -> AttentionCase:
+    """Returns a case with its tensors, loaded on the GPU of this number where it asks for
+    no certain one; -1: without a GPU. Raises what loading it raises."""
+    with torch.cuda.device(gpu):
+        return located.load()
+
+
 @dataclass(eq=False)
 class Unmeasured:
     """A case with those of its tasks that are to be measured, ordered by format. Its
@@ -63,13 +74,22 @@ class Unmeasured:
     tasks: Sequence[tuple[Planned, Task]]
     plan: Plan
     watch: Stopwatch
+    loading: Future[AttentionCase] | None = None  # in a thread
+
+    def begin_loading(self) -> None:
+        """Begins to load the case in another thread, while this one goes on; does nothing
+        where no task is left. An error in it is raised where the case is first needed."""
+        if self.tasks:
+            # A thread begins with the first GPU, whichever this one is on
+            gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
+            self.loading = LOADER.submit(_load_on, gpu, self.located)
 
     @cached_property
     def case(self) -> AttentionCase:
-        """Returns the case with its tensors; loads it once. Raises what loading it
-        raises."""
+        """Returns the case with its tensors; loads it once, or waits for the thread that
+        does. Raises what loading it raises."""
         with self.watch("capture"):
-            return self.located.load()
+            return self.loading.result() if self.loading else self.located.load()
 
     @cached_property
     def selection(self) -> Selection:
@@ -96,24 +116,12 @@ class Unmeasured:
             if task.role == "kernel" and not planned.kernel.missing(self.plan.system):
                 # What fails here fails again when its task asks, whose row it costs
                 with contextlib.suppress(*of_rows.FAILS_ONE_ROW), self.fitting_threads():
-                    self._begin(planned.kernel, task, run)
+                    # Before the watch counts for the kernel
+                    selection = self.selection
+                    with self.watch("kernels"):
+                        begin_runs(run, task, planned.kernel, selection)
                 return True
         return False
-
-    def _begin(self, kernel: Kernel, task: Task, run: Isolated) -> None:
-        """Begins the runs of a task in the kernel's own process. Does nothing where the
-        case is not small, or both processes would compute with several threads."""
-        is_parallel = not self.case.q.is_cuda and torch.get_num_threads() > 1
-        if is_parallel or not is_small(self.case):
-            return
-        with self.watch("kernels"):
-            run.begin(
-                kernel,
-                self.selection.in_format(format_named(task.format)),
-                of_rows.options_set(task.options, kernel),
-                gradients=task.gradients,
-                times=task.repeats,
-            )
 
 
 # Of q or k, up to which there is room for another call beside this one
@@ -124,6 +132,23 @@ def is_small(case: AttentionCase) -> bool:
     """Whether q and k have at most AHEAD_BYTES each, so that memory has room for another
     call beside this one."""
     return max(case.q.nbytes, case.k.nbytes) <= AHEAD_BYTES
+
+
+def begin_runs(run: Isolated, task: Task, kernel: Kernel, selection: Selection) -> None:
+    """Begins the runs of a task, on the selected case, in the kernel's own process. Does
+    nothing where the case is not small, or both processes would compute with several
+    threads. Raises as `Isolated.begin`."""
+    case = selection.case
+    is_parallel = not case.q.is_cuda and torch.get_num_threads() > 1
+    if is_parallel or not is_small(case):
+        return
+    run.begin(
+        kernel,
+        selection.in_format(format_named(task.format)),
+        of_rows.options_set(task.options, kernel),
+        gradients=task.gradients,
+        times=task.repeats,
+    )
 
 
 def measured_here(
@@ -142,6 +167,8 @@ def measured_here(
     FAILS_ONE_ROW, as OSError where no process can be started."""
     case, plan, selection = work.case, work.plan, work.selection
     process = run if isinstance(run, Isolated) else None
+    if following is not None and is_small(case):
+        following.begin_loading()
     with work.fitting_threads():
         record = case_record(case, work.located.axes, plan.formats)
         yield f"case {work.located.ref.case}", {"case": [record]}, case.ref.module
@@ -330,6 +357,12 @@ def bench_of(
     for an unknown format, where the case has none of the heads, and for gradients of a
     case without grad_out."""
     selection = Selection.of(case, heads, gradients=gradients, sample=sample)
+    return _bench_of_selection(selection, format_name)
+
+
+def _bench_of_selection(selection: Selection, format_name: str) -> Bench:
+    """Returns the selected heads and rows of a case in a format, by its name, as
+    `bench_of`. Raises UsageError for an unknown format, and where no head is selected."""
     exact = selection.exact(selection.case)
     return Bench.of(selection, format_named(format_name), exact, Stopwatch())
 
@@ -352,7 +385,11 @@ def measure_one(
     try:
         how: Any = {"gradients": task.gradients, "sample": task.sample}
         with fitting_threads(case.q.shape[:3].numel() * case.kv_len):
-            bench = bench_of(case, task.format, task.heads, **how)
+            selection = Selection.of(case, task.heads, **how)
+            if isinstance(run, Isolated) and not kernel.missing(system):
+                # It computes while this process makes what it is compared with
+                begin_runs(run, task, kernel, selection)
+            bench = _bench_of_selection(selection, task.format)
             bench.watch.searching = searching
             return measure_task(task, kernel, bench, system, run, later).rows
     except of_rows.FAILS_ONE_ROW as error:
