@@ -560,6 +560,15 @@ def test_a_reader_that_leaves_is_no_failure(run: Any, tmp_path: Path) -> None:
         assert process.wait(timeout=60) == 0
 
 
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_a_reader_that_leaves_numdevs_own_options(option: str, tmp_path: Path) -> None:
+    """They print while click still reads the command line."""
+    process = spawn(option, cwd=tmp_path)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(timeout=60) == 0
+
+
 @pytest.mark.parametrize("flag", ["--json", None])
 def test_no_kernel_measured_is_exit_code_3(run: Any, flag: str | None) -> None:
     """Every kernel was skipped: its verdict, which comes first, says so. Beside one that

@@ -119,6 +119,14 @@ class _Commands(click.Group):
                 )
         click.Command.format_options(self, ctx, formatter)
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Returns what is left for a command behind numdev's own options, of which --help
+        and --version print. Raises _ReaderLeft where a pipe is closed."""
+        try:
+            return super().parse_args(ctx, args)
+        except BrokenPipeError as error:
+            raise _ReaderLeft(0) from error
+
     def invoke(self, ctx: click.Context) -> object:
         """Runs a command. Raises _ReaderLeft where a pipe is closed, since click and rich
         make that exit code 1, which here would read as "exceeded"; and MeasurementError
