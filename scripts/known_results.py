@@ -78,7 +78,8 @@ def measure(name: str, jobs: int, *, scripts_only: bool) -> None:
     benchmarks/known/NAME.json; with `scripts_only` the kernels stay as they are stored."""
     import torch
 
-    path = STORED / f"{name}.json"
+    path, today = STORED / f"{name}.json", datetime.now(UTC).date().isoformat()
+    before = json.loads(path.read_text("utf-8")) if scripts_only else {}
     has_gpu = torch.cuda.is_available()
     kernels = ON_CUDA if has_gpu else ON_CPU
     stored = {
@@ -88,10 +89,9 @@ def measure(name: str, jobs: int, *, scripts_only: bool) -> None:
         "packages": {
             package: version for package in PACKAGES if (version := version_of(package))
         },
-        "date": datetime.now(UTC).date().isoformat(),
-        "kernels": json.loads(path.read_text("utf-8"))["kernels"]
-        if scripts_only
-        else measured_kernels(kernels, jobs),
+        "date": before.get("date", today),  # of the kernels
+        "scripts_date": today,
+        "kernels": before["kernels"] if scripts_only else measured_kernels(kernels, jobs),
         "scripts": {path.name: script_run(path) for path in sorted(SCRIPTS.glob("*.py"))},
     }
     path.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
@@ -210,11 +210,12 @@ def render() -> str:
     return "\n".join(parts)
 
 
-def about(machine: dict[str, Any], *, needs_gpu: bool = True) -> str:
-    """A machine and its versions in one line; of a script that needs no GPU, the processor."""
+def about(machine: dict[str, Any], *, needs_gpu: bool = True, date: str = "date") -> str:
+    """A machine, its versions and the date in one line; of a script that needs no GPU,
+    the processor. `date`: the field that has it: of the kernels, or of the scripts."""
     name = machine["machine" if needs_gpu else "cpu"]
     packages = ", ".join(f"{name} {v}" for name, v in machine["packages"].items())
-    return f"{name}; {packages}; {machine['date']}"
+    return f"{name}; {packages}; {machine.get(date, machine['date'])}"
 
 
 def needs_gpu(script: str) -> bool:
@@ -299,9 +300,8 @@ def finding_section(entry: dict[str, Any], machines: list[dict[str, Any]]) -> st
     for machine in machines:
         run = machine["scripts"].get(path.name)
         if run is not None and run["exit_code"] != 3:
-            lines.append(
-                f"| {about(machine, needs_gpu=needs_gpu(path.name))} | {SHOWS[run['exit_code']]} |"
-            )
+            where = about(machine, needs_gpu=needs_gpu(path.name), date="scripts_date")
+            lines.append(f"| {where} | {SHOWS[run['exit_code']]} |")
             shown = run if run["exit_code"] == 1 else shown
     for log in entry.get("logged", ()):
         lines.append(f"| {log['where']}; {log['date']}, [log]({LOG}) | {log['what']} |")
