@@ -351,22 +351,22 @@ LEGEND = (
 
 
 def blocks(report: FunctionReport) -> Iterator[doc.Node]:
-    """Yields a table for each function, and behind it one for the reference as PyTorch
-    runs it, with the numbers of each tensor in each call that ran; then a legend, and the
-    tables of `power_blocks`."""
+    """Yields a table for each function in each format, and behind these one in each
+    format for the reference as PyTorch runs it, with the numbers of each tensor in each
+    call that ran; then a legend, and the tables of `power_blocks`."""
     failed = FailedNumbers(report)
     rows = [row for row in report.rows if row.role in ("kernel", "baseline")]
     ok = [row for row in rows if row.status == "ok"]
-    by_kernel = grouped(ok, lambda row: row.kernel)
+    by_format = grouped(ok, lambda row: (row.role != "kernel", row.kernel, row.format))
     # What is under audit comes before what it is compared with.
-    for name, of_kernel in sorted(
-        by_kernel.items(), key=lambda item: item[1][0].role != "kernel"
+    for (is_beside, name, fmt), same in sorted(
+        by_format.items(), key=lambda item: item[0][0]
     ):
         yield doc.table(
             COLUMNS,
-            (_line(row, failed) for row in of_kernel),
-            [row.role != "kernel" for row in of_kernel],
-            title=f"{name}, {of_kernel[0].format}",
+            (_line(row, failed) for row in same),
+            [is_beside] * len(same),
+            title=f"{name}, {fmt}",
         )
     yield from doc.notes((LEGEND,), doc.ON_REQUEST)
     yield from power_blocks(report)
