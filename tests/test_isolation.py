@@ -7,6 +7,7 @@ import dataclasses
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -357,6 +358,24 @@ def test_the_users_ctrl_c_is_told_from_a_kernels(case: AttentionCase) -> None:
             assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize(
+    ("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGRTMIN + 1, "SIGRTMIN+1")]
+)
+def test_any_signal_that_ends_a_worker_is_named(
+    case: AttentionCase, number: int, name: str
+) -> None:
+    end, lifeline = os.pipe()
+    ours, theirs = socket.socketpair()
+    process = subprocess.Popen(["sh", "-c", f"kill -{number} $$"])
+    theirs.close()
+    worker = isolation.Worker(worker_start.WorkerProcess(process, ours, end, lifeline))
+    why = f"its process was killed by {name}"
+    with pytest.raises(MeasurementError, match=re.escape(f"started: {why}")):
+        worker.ready.result()
+    assert worker.answer("k", b"", case, 60.0) == Failure("failed", why)
+    worker.close()
 
 
 @pytest.mark.gpu
