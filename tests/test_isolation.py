@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from numdev.config import SweepRequest
 from numdev.errors import MeasurementError
 from numdev.kernels import Kernel, Output, find
 from numdev.studies.audit import isolation, sweep, worker_start
+from numdev.studies.audit.interrupt import deferred, handling, noticing
 from numdev.studies.audit.isolation import (
     Failure,
     Isolated,
@@ -358,6 +360,17 @@ def test_the_users_ctrl_c_is_told_from_a_kernels(case: AttentionCase) -> None:
             assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_handler_that_python_did_not_set_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in a program of another language in which Python is embedded."""
+    monkeypatch.setattr(signal, "getsignal", lambda number: None)
+    monkeypatch.setattr(signal, "signal", Mock(return_value=None))
+    with handling(lambda number, frame: None) as before, deferred(), noticing() as came:
+        assert (before, came()) == (None, False)
+    signal.signal.assert_not_called()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
