@@ -132,6 +132,20 @@ def test_a_rare_fault_stands_out_among_all_rows(seed: int, monkeypatch: Any) -> 
         assert {(r.rows_measured, r.suspects, r.reason) for r in rows} == {(64, 32, None)}
 
 
+@pytest.mark.parametrize("part", [0.01, 0.9])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_rows_that_are_not_finite_come_first(part: float, value: float) -> None:
+    """Their suspicion is infinite, be they few of a head's rows or most."""
+    bench = bench_of()
+    output = find("sdpa-flash").attend(bench.case)
+    beside = row_screening.second(bench, output)
+    rows = range(int(part * bench.case.q_len))
+    output.out[0, 1, rows, 2] = value
+    suspicions = row_screening.suspicion(bench, output, beside, ("out",))
+    assert suspicions.isinf().nonzero().flatten().tolist() == [*rows]
+    assert not suspicions.isnan().any()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.one_in(2)
