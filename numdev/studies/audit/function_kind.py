@@ -185,8 +185,8 @@ def remarks(rows: Sequence[DeviationRow]) -> Iterator[str]:
     holds."""
     ok = [row for row in rows if row.status == "ok"]
     of_reference = [row for row in ok if row.role == "baseline"]
-    yield from _of_reference(of_reference)
-    yield from _of_kernels(of_reference)
+    yield from _reference_sentences(of_reference)
+    yield from _kernel_step_sentences(of_reference)
     by_tensor = grouped(ok, lambda row: (row.tensor, row.format))
     for (tensor, fmt), of_tensor in by_tensor.items():
         kernels = [row for row in of_tensor if row.role == "kernel"]
@@ -208,7 +208,7 @@ def remarks(rows: Sequence[DeviationRow]) -> Iterator[str]:
             )
 
 
-def _of_reference(rows: Sequence[DeviationRow]) -> Iterator[str]:
+def _reference_sentences(rows: Sequence[DeviationRow]) -> Iterator[str]:
     """Yields a sentence for each format and cause on the tensors in which the reference
     errs by more than MOSTLY_EXPLAINED times what its operations explain, with the largest
     error of any call; tensors without a cause share one. Tensors for which it is no
@@ -231,7 +231,7 @@ def _of_reference(rows: Sequence[DeviationRow]) -> Iterator[str]:
         yield sentence + (WITHOUT_TF32 if cause and "tf32" in cause else "")
 
 
-def _of_kernels(rows: Sequence[DeviationRow]) -> Iterator[str]:
+def _kernel_step_sentences(rows: Sequence[DeviationRow]) -> Iterator[str]:
     """Yields a sentence for each format on the tensors in which the steps of PyTorch's
     kernels err by more than FORMULA_IS_CLOSER times what the reference's formula does,
     with the largest of any call, and why. `rows`: those of the reference as PyTorch runs

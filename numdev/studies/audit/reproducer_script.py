@@ -95,7 +95,7 @@ def write(
     import; MeasurementError for a format without a dtype, for gradients of inputs that
     are not finite, and where it cannot be written."""
     training, backward = case.grad_out is not None, tensor in GRADIENTS
-    _refuse_unwritable(case, backward=backward)
+    _refuse_incomputable(case, backward=backward)
     if not backward:
         case = dataclasses.replace(case, grad_out=None)
     case, call = _spell_call(kernel, options, case, tensor)
@@ -129,7 +129,7 @@ def write(
     return script
 
 
-def _refuse_unwritable(case: AttentionCase, *, backward: bool) -> None:
+def _refuse_incomputable(case: AttentionCase, *, backward: bool) -> None:
     """Raises MeasurementError for a case that a script of torch alone cannot compute: one
     in a format without a dtype; with `backward` also one whose q, k or grad_out is
     missing or not finite."""
