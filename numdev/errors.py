@@ -7,6 +7,7 @@ passed, 1 a gate's threshold was exceeded, 2 usage or configuration, 3 could not
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -67,6 +68,15 @@ def first_line(text: str) -> str:
     characters, surrogates replaced by `?`. Empty for a text of blanks alone."""
     lines = text.strip().splitlines() or [""]
     return lines[0][:LONGEST_LINE].encode(errors="replace").decode()
+
+
+def signal_name(number: int) -> str:
+    """Returns the name of a signal, as `SIGSEGV`; of a real-time one its distance from
+    the first of these, as `SIGRTMIN+1`."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"SIGRTMIN{number - signal.SIGRTMIN:+d}"
 
 
 def similar_file(path: Path) -> Path | None:

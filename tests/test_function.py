@@ -34,7 +34,9 @@ from numdev.operations.function.process import FunctionProcess, Work
 from numdev.operations.function.reference import FunctionReference
 from numdev.operations.function.trees import Arguments
 from numdev.report import FunctionReport, Outcome, read, write
+from numdev.report.document import Table
 from numdev.report.number_text import three
+from numdev.studies.audit import function_kind
 from numdev.studies.audit.functions import served
 from numdev.testing import CheckFailed, CheckResult, check_function, match
 
@@ -793,3 +795,16 @@ def test_a_compiled_module_has_the_names_of_the_module(compiled: str) -> None:
     assert result.passed, result.words
     tensors = {row.tensor for row in result.report.rows if row.role == "kernel"}
     assert tensors >= {"output", "weight_grad", "bias_grad"}
+
+
+def test_each_format_has_a_table() -> None:
+    result = numdev.check(
+        torch.sigmoid, reference=torch.sigmoid, shapes="x=4x32",
+        formats=("bfloat16", "float16"),
+    )  # fmt: skip
+    tables = [x for x in function_kind.blocks(result.report) if isinstance(x, Table)]
+    assert [table.title.rpartition(", ")[2] for table in tables] == [
+        "bfloat16", "float16", "bfloat16", "float16"
+    ]  # fmt: skip
+    calls = [[row.cells[0].text for row in table.rows] for table in tables]
+    assert calls == [["seed 0", "seed 0 again"]] * 4

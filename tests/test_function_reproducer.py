@@ -3,24 +3,40 @@ smaller inputs, and that shows nothing for a sound function in its place."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import MappingProxyType
 
 import function_examples as examples
 import pytest
 import torch
 from click.testing import CliRunner
 from loaded import ROOT
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from numdev.cli.main import cli
+from numdev.errors import MeasurementError, UsageError
 from numdev.function_check import check_beside, check_problem
+from numdev.metrics.bit_checksums import same
+from numdev.operations.function.judged import FunctionCall
+from numdev.operations.function.reference import FunctionReference
 from numdev.operations.function.trees import Arguments
-from numdev.studies.audit.function_reproducer import sizes_to_cut
+from numdev.studies.audit.function_for_script import _unwritten_text
+from numdev.studies.audit.function_reproducer import (
+    SAFETENSORS,
+    _cut_call,
+    _import_of,
+    _spelled_call,
+    _written,
+    sizes_to_cut,
+)
 from numdev.task_check import check_definition, check_task
 from numdev.testing import CheckResult
 
@@ -174,6 +190,96 @@ def test_a_size_that_an_argument_says_is_not_cut() -> None:
     x = torch.zeros(64, 12, 32)
     assert sizes_to_cut(Arguments(positional=(x, torch.zeros(12)))) == [64, 32, 12]
     assert sizes_to_cut(Arguments(positional=(x,), named={"groups": 32})) == [64, 12]
+
+
+def test_a_call_is_spelled_with_empty_and_nested_arguments() -> None:
+    x, w = torch.zeros(2), torch.ones(3)
+    positional = ((), [x, (w,)], {"a": (x, ())})
+    arguments = Arguments(positional=positional, named={"s": [], "y": w})
+    leaves = arguments.leaves()
+    call = eval(
+        f"as_called({_spelled_call(arguments, leaves)})",
+        {"inputs": leaves, "as_called": lambda *args, **named: (args, named)},
+    )
+    same = tree_map(lambda a, b: a is b if isinstance(a, Tensor) else a == b,
+                    call, arguments.tree)  # fmt: skip
+    assert all(tree_leaves(same))
+
+
+def test_a_tensor_where_no_name_reaches_has_no_spelling() -> None:
+    hidden = Arguments(positional=(MappingProxyType({"x": torch.zeros(2, 2)}),))
+    with pytest.raises(UsageError, match="a script cannot spell the value tensor"):
+        _spelled_call(hidden, hidden.leaves())
+
+
+def test_a_smaller_call_is_judged_by_the_same_rules() -> None:
+    x = torch.zeros(4, 6)
+    draw = FunctionReference(
+        function=torch.relu, arguments=Arguments(positional=(x,)), seed=3, backward=False
+    )
+    whole = FunctionCall(
+        name="a", draws=[draw], others=[Arguments(positional=(x,))], outputs_only=True
+    )
+    small = _cut_call(whole, 6, 2)
+    [of_draw, of_other] = [
+        each.leaves()["argument_0"].shape
+        for each in (small.draws[0].arguments, small.others[0])
+    ]
+    assert (of_draw, of_other) == ((4, 2), (4, 2))
+    changed = {"draws": whole.draws, "others": whole.others, "looks_closer": True}
+    assert vars(dataclasses.replace(small, **changed)) == vars(whole)
+
+
+@pytest.mark.parametrize(
+    ("target", "folder"),
+    [
+        ("sys:f", None),  # built in
+        ("zipimport:f", None),  # frozen into the interpreter
+        ("json.decoder:f", str(Path(json.__file__).parents[1])),
+        ("json:f", str(Path(json.__file__).parents[1])),
+    ],
+)
+def test_a_module_is_imported_from_the_folder_of_its_file(
+    target: str, folder: str | None
+) -> None:
+    assert _import_of(target) == (*target.split(":"), folder)
+
+
+@pytest.mark.parametrize("name", ["reproduce.py", "tensors.safetensors"])
+def test_a_folder_in_a_files_place_is_said(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(MeasurementError, match=f"{tmp_path}: cannot be written"):
+        _written(tmp_path, "", {"x": torch.zeros(2)})
+
+
+def test_a_script_reads_every_dtype_that_its_file_may_have(tmp_path: Path) -> None:
+    def can_be_saved(dtype: torch.dtype) -> bool:
+        try:
+            save_file({"x": torch.empty(2, dtype=dtype)}, tmp_path / "x")
+        except Exception:  # neither memory nor a file has it
+            return False
+        return True
+
+    dtypes = {x for x in vars(torch).values() if isinstance(x, torch.dtype)}
+    dtypes.remove(torch.float4_e2m1fn_x2)  # two in a byte: no check takes it
+    assert {x for x in dtypes if can_be_saved(x)} <= set(SAFETENSORS.values())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        (torch.bool, True),
+        (torch.int16, 32767),
+        (torch.bfloat16, math.nan),
+        (torch.complex64, complex(math.nan, math.nan)),
+    ],
+)
+def test_a_script_makes_memory_for_an_output(dtype: torch.dtype, value: object) -> None:
+    text = _unwritten_text(torch.zeros(2, 3, dtype=dtype))
+    memory = eval(text, {"torch": torch, "DEVICE": "cpu"})
+    expected = torch.full((2, 3), value, dtype=dtype)  # type: ignore[call-overload]
+    assert memory.dtype == dtype
+    assert same(memory, expected)
 
 
 def test_what_no_script_can_import_is_said(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -28,6 +30,7 @@ from numdev.kernels import Kernel, Output, find, kernel_of_function
 from numdev.sources.capture import Captured
 from numdev.studies.audit import isolation, sweep, worker_start
 from numdev.studies.audit.case_measurement import Unmeasured
+from numdev.studies.audit.interrupt import deferred, handling, noticing
 from numdev.studies.audit.isolation import (
     Failure,
     Isolated,
@@ -390,6 +393,35 @@ def test_the_users_ctrl_c_is_told_from_a_kernels(case: AttentionCase) -> None:
             assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_handler_that_python_did_not_set_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in a program of another language in which Python is embedded."""
+    monkeypatch.setattr(signal, "getsignal", lambda number: None)
+    monkeypatch.setattr(signal, "signal", Mock(return_value=None))
+    with handling(lambda number, frame: None) as before, deferred(), noticing() as came:
+        assert (before, came()) == (None, False)
+    signal.signal.assert_not_called()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGRTMIN + 1, "SIGRTMIN+1")]
+)
+def test_any_signal_that_ends_a_worker_is_named(
+    case: AttentionCase, number: int, name: str
+) -> None:
+    end, lifeline = os.pipe()
+    ours, theirs = socket.socketpair()
+    process = subprocess.Popen(["sh", "-c", f"kill -{number} $$"])
+    theirs.close()
+    worker = isolation.Worker(worker_start.WorkerProcess(process, ours, end, lifeline))
+    why = f"its process was killed by {name}"
+    with pytest.raises(MeasurementError, match=re.escape(f"started: {why}")):
+        worker.ready.result()
+    assert worker.answer("k", b"", case, 60.0) == Failure("failed", why)
+    worker.close()
 
 
 @pytest.mark.gpu

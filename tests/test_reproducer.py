@@ -10,13 +10,16 @@ import functools
 import json
 import math
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import numpy
 import pytest
 import torch
 from commands import ran
@@ -271,6 +274,24 @@ def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
     assert reproducer.figure_for("bias_p", "feature 3") == "bias_feature"
     with pytest.raises(UsageError, match="no finding is about"):
         reproducer.figure_for("wrongness")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [(), [], (1,), (1, ()), [(), [2.5]], "it's", None, True, -0.0, math.inf,
+     torch.bfloat16, torch.Size([2, 3]), numpy.float64(0.1)],
+)  # fmt: skip
+def test_a_literal_is_python_for_the_value(value: object) -> None:
+    assert eval(reproducer.literal(value), {"torch": torch}) == value
+
+
+@pytest.mark.parametrize(
+    "value", [signal.SIGINT, torch.zeros(3, 3), {}, 1j, b"x", [time.gmtime(0)]]
+)
+def test_what_has_no_literal_is_said_in_a_line(value: object) -> None:
+    with pytest.raises(UsageError, match="a script cannot spell the value ") as error:
+        reproducer.literal(value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(("metric", "ratio", "limit", "figure", "bound"), [

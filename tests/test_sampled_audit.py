@@ -97,7 +97,8 @@ def test_a_rare_fault_stands_out_among_all_rows(seed: int, monkeypatch: Any) -> 
     """Of 64 of 2048 rows and the 32 most suspicious, sound kernels pass. Faults of rows
     that were not drawn fail: every 512th row is 0, one of one head is 0 or lacks a key,
     an element is NaN."""
-    monkeypatch.setattr(attention, "name", lambda *passed: None)  # names take seconds
+    # Names take seconds
+    monkeypatch.setattr(attention, "name_mistakes", lambda *passed: None)
     monkeypatch.setattr(prepared, "suspect", lambda *passed: {})
     case = drawn(2048, head_dim=16, dtype=torch.float32, is_causal=True, seed=seed)
     bench = prepare(case, "bfloat16", sample=Sample(count=64, seed=seed))
@@ -132,6 +133,20 @@ def test_a_rare_fault_stands_out_among_all_rows(seed: int, monkeypatch: Any) -> 
         assert {(r.rows_measured, r.suspects, r.reason) for r in rows} == {(64, 32, None)}
 
 
+@pytest.mark.parametrize("part", [0.01, 0.9])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_rows_that_are_not_finite_come_first(part: float, value: float) -> None:
+    """Their suspicion is infinite, be they few of a head's rows or most."""
+    bench = bench_of()
+    output = find("sdpa-flash").attend(bench.case)
+    beside = row_screening.second(bench, output)
+    rows = range(int(part * bench.case.q_len))
+    output.out[0, 1, rows, 2] = value
+    suspicions = row_screening.suspicion(bench, output, beside, ("out",))
+    assert suspicions.isinf().nonzero().flatten().tolist() == [*rows]
+    assert not suspicions.isnan().any()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.one_in(2)
@@ -140,7 +155,7 @@ def test_a_key_whose_gradient_is_zero_stands_out_among_all(
 ) -> None:
     """As rows do: one key of dk or of dv that is 0, or every 512th, fails; sound kernels
     pass."""
-    monkeypatch.setattr(attention, "name", lambda *passed: None)
+    monkeypatch.setattr(attention, "name_mistakes", lambda *passed: None)
     case = drawn(2048, head_dim=16, dtype=torch.float32, is_causal=True, seed=seed)
     bench = prepare(case, "bfloat16", sample=Sample(count=64, seed=seed), gradients=True)
     at = next(i for i in range(300, 512) if i not in bench.selection.keys)  # type: ignore

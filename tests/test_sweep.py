@@ -219,6 +219,16 @@ def test_a_sweep_that_contradicts_itself_has_no_table(
     assert not [node for node in sweep_view.blocks(wrong) if isinstance(node, Table)]
 
 
+def test_a_report_without_cells_of_its_metric_has_no_table(
+    run: Callable[..., SweepReport],
+) -> None:
+    result = run(y="rms")
+    cells = tuple(cell for cell in result.cells if cell.metric != "rms")
+    assert cells
+    nodes = list(sweep_view.blocks(result.model_copy(update={"cells": cells})))
+    assert not [node for node in nodes if isinstance(node, Table)]
+
+
 def test_the_interval_is_students() -> None:
     """1 to 5: mean 3, standard error sqrt(2.5 / 5), and t(0.975, 4) = 2.776445."""
     mean, low, high = interval([1, 2, 3, 4, 5])

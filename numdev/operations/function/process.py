@@ -26,7 +26,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from numdev.errors import MeasurementError, UsageError, one_line
+from numdev.errors import MeasurementError, UsageError, one_line, signal_name
 from numdev.operations.function.function_runs import FunctionRun
 from numdev.operations.function.problem_files import ModuleBuild
 from numdev.operations.function.shapes_and_dtypes import INTEGERS
@@ -290,7 +290,7 @@ def ending_of(pid: int) -> str:
         return ""
     if ended.si_code == os.CLD_EXITED:
         return f" (exit status {ended.si_status})"
-    return f" (signal {signal.Signals(ended.si_status).name})"
+    return f" (signal {signal_name(ended.si_status)})"
 
 
 def _continue_anew(run: RunWork, task: int, answer: int) -> NoReturn:

@@ -9,7 +9,7 @@ from numdev.kernels import Kernel, Output
 from numdev.studies.audit.deviation_rows import Measured, Runs
 from numdev.studies.audit.explanations import beyond, wrong_tensors
 from numdev.studies.audit.isolation import Runner
-from numdev.studies.audit.mistake_search import FAR, Failing, has_room, name
+from numdev.studies.audit.mistake_search import FAR, Failing, has_room, name_mistakes
 from numdev.studies.audit.prepared_attention import Bench
 from numdev.studies.audit.row_screening import screened
 from numdev.system import System
@@ -58,8 +58,8 @@ class Attention:
         )
         by_row = set(wrong) & set(runs.bench.by_row)
         if by_row and not is_far and not kernel.declares:
-            failing.held_to_its_way()
-        name(failing)
+            failing.hold_to_known_way()
+        name_mistakes(failing)
         return failing.measured
 
 

@@ -96,9 +96,12 @@ class ScriptTarget:
 
 
 def _unwritten_text(x: Tensor) -> str:
-    """Returns Python source that makes memory for an output: full of NaN, of integers of
-    the largest one, of bools of True. `x`: not complex."""
-    value = "torch.nan"
-    if not x.is_floating_point():
+    """Returns Python source that makes memory for an output: full of NaN, of complex
+    numbers of those with two NaN, of integers of the largest one, of bools of True."""
+    if x.is_floating_point():
+        value = "torch.nan"
+    elif x.is_complex():
+        value = "complex(torch.nan, torch.nan)"
+    else:
         value = "True" if x.dtype == torch.bool else f"torch.iinfo({x.dtype}).max"
     return f"torch.full({list(x.shape)}, {value}, dtype={x.dtype}, device=DEVICE)"

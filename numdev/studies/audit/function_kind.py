@@ -185,8 +185,8 @@ def remarks(rows: Sequence[DeviationRow]) -> Iterator[str]:
     holds."""
     ok = [row for row in rows if row.status == "ok"]
     of_reference = [row for row in ok if row.role == "baseline"]
-    yield from _of_reference(of_reference)
-    yield from _of_kernels(of_reference)
+    yield from _reference_sentences(of_reference)
+    yield from _kernel_step_sentences(of_reference)
     by_tensor = grouped(ok, lambda row: (row.tensor, row.format))
     for (tensor, fmt), of_tensor in by_tensor.items():
         kernels = [row for row in of_tensor if row.role == "kernel"]
@@ -208,7 +208,7 @@ def remarks(rows: Sequence[DeviationRow]) -> Iterator[str]:
             )
 
 
-def _of_reference(rows: Sequence[DeviationRow]) -> Iterator[str]:
+def _reference_sentences(rows: Sequence[DeviationRow]) -> Iterator[str]:
     """Yields a sentence for each format and cause on the tensors in which the reference
     errs by more than MOSTLY_EXPLAINED times what its operations explain, with the largest
     error of any call; tensors without a cause share one. Tensors for which it is no
@@ -231,7 +231,7 @@ def _of_reference(rows: Sequence[DeviationRow]) -> Iterator[str]:
         yield sentence + (WITHOUT_TF32 if cause and "tf32" in cause else "")
 
 
-def _of_kernels(rows: Sequence[DeviationRow]) -> Iterator[str]:
+def _kernel_step_sentences(rows: Sequence[DeviationRow]) -> Iterator[str]:
     """Yields a sentence for each format on the tensors in which the steps of PyTorch's
     kernels err by more than FORMULA_IS_CLOSER times what the reference's formula does,
     with the largest of any call, and why. `rows`: those of the reference as PyTorch runs
@@ -351,22 +351,22 @@ LEGEND = (
 
 
 def blocks(report: FunctionReport) -> Iterator[doc.Node]:
-    """Yields a table for each function, and behind it one for the reference as PyTorch
-    runs it, with the numbers of each tensor in each call that ran; then a legend, and the
-    tables of `power_blocks`."""
+    """Yields a table for each function in each format, and behind these one in each
+    format for the reference as PyTorch runs it, with the numbers of each tensor in each
+    call that ran; then a legend, and the tables of `power_blocks`."""
     failed = FailedNumbers(report)
     rows = [row for row in report.rows if row.role in ("kernel", "baseline")]
     ok = [row for row in rows if row.status == "ok"]
-    by_kernel = grouped(ok, lambda row: row.kernel)
+    by_format = grouped(ok, lambda row: (row.role != "kernel", row.kernel, row.format))
     # What is under audit comes before what it is compared with.
-    for name, of_kernel in sorted(
-        by_kernel.items(), key=lambda item: item[1][0].role != "kernel"
+    for (is_beside, name, fmt), same in sorted(
+        by_format.items(), key=lambda item: item[0][0]
     ):
         yield doc.table(
             COLUMNS,
-            (_line(row, failed) for row in of_kernel),
-            [row.role != "kernel" for row in of_kernel],
-            title=f"{name}, {of_kernel[0].format}",
+            (_line(row, failed) for row in same),
+            [is_beside] * len(same),
+            title=f"{name}, {fmt}",
         )
     yield from doc.notes((LEGEND,), doc.ON_REQUEST)
     yield from power_blocks(report)

@@ -39,7 +39,7 @@ from numdev.studies.audit.functions import (
 )
 from numdev.studies.audit.isolation import Failure
 from numdev.studies.audit.reproduce import FOLDER
-from numdev.studies.audit.reproducer_script import literal, rendered
+from numdev.studies.audit.reproducer_script import literal, literal_sequence, rendered
 from numdev.tensor_specs import GRADIENT
 
 SECONDS = 5.0  # how long a call is made smaller
@@ -69,8 +69,11 @@ COUNTS = ("mismatches", "nonfinite")
 SAFETENSORS = {
     "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16,
     "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,
-    "I32": torch.int32, "I64": torch.int64, "C64": torch.complex64,
+    "I32": torch.int32, "I64": torch.int64, "U16": torch.uint16, "U32": torch.uint32,
+    "U64": torch.uint64, "C64": torch.complex64,
 }  # fmt: skip
 TINY = 1e-300
 # What a template is told of a function that a module has by its name
@@ -108,8 +111,8 @@ def write_reproducer(
     `FILE.py:name` or `module:name`. A call in which the function did not raise is made
     smaller first, which runs the function many times. Raises NumdevError where the fault
     does not show again, where a script cannot import the function or spell its arguments,
-    and where a folder cannot be made. Raises what reading the function's file, writing
-    the tensors, or the reference raises."""
+    and where a file or folder cannot be written. Raises what reading the function's file,
+    or the reference, raises."""
     script = part.script
     module, name, folder = (
         _import_of(target) if script is None else (script.file.name, script.name, None)
@@ -160,16 +163,17 @@ def _dtypes(tensors: Mapping[str, Tensor]) -> set[torch.dtype]:
 
 def _import_of(target: str) -> tuple[str, str, str | None]:
     """Returns the module, name and folder by which a script imports a function; the
-    folder is None for a module that is not found, and for a package without a file of its
-    own. Raises UsageError for a function inside another, for one without a name, and for
-    a file that does not exist or that no module's name can stand for. Raises
-    ModuleNotFoundError where a package that a dotted name begins with is not found."""
+    folder is None for a module that is not found, and for one without a file of its own,
+    as a built-in module. Raises UsageError for a function inside another, for one without
+    a name, for one of `__main__`, and for a file that does not exist or that no module's
+    name can stand for. Raises ModuleNotFoundError where a package that a dotted name
+    begins with is not found."""
     module, _, name = importable_path(target).partition(":")
-    if not name or "<" in name:
+    if not name or "<" in name or module == "__main__":
         what = f"a script cannot import {target}"
         raise UsageError(what, hint="define it with `def` at the top of a module")
     spec = importlib.util.find_spec(module)
-    if spec is None or spec.origin is None:
+    if spec is None or spec.origin is None or not spec.has_location:
         return module, name, None
     path = Path(spec.origin).resolve()
     levels = module.count(".") + (path.name == "__init__.py")
@@ -250,7 +254,8 @@ def sizes_to_cut(arguments: Arguments) -> list[int]:
 
 def _cut_call(call: FunctionCall, size: int, smaller: int) -> FunctionCall:
     """Returns a call in which every axis of length `size` has its first `smaller` places
-    alone. Nobody looks closer at what exceeds a limit there."""
+    alone, and which is judged as the call itself. Nobody looks closer at what exceeds a
+    limit there."""
 
     def cut(name: str, x: Tensor) -> Tensor:
         """Returns x with the first places of every axis of that length, contiguous."""
@@ -263,7 +268,7 @@ def _cut_call(call: FunctionCall, size: int, smaller: int) -> FunctionCall:
         for draw in call.draws
     ]
     others = [other.mapped(cut) for other in call.others]
-    return FunctionCall(name=call.name, draws=draws, others=others, looks_closer=False)
+    return dataclasses.replace(call, draws=draws, others=others, looks_closer=False)
 
 
 def _failing(
@@ -454,17 +459,17 @@ def _is_strided(x: Tensor) -> bool:
 
 def _spelled_call(arguments: Arguments, leaves: Mapping[str, Tensor]) -> str:
     """Returns the arguments of a call as Python source, tensors as `inputs["NAME"]`.
-    Raises UsageError for an argument that has no spelling."""
+    Raises UsageError for an argument that has no spelling, as an object that holds a
+    tensor which `leaves` lacks."""
     names = {id(x): name for name, x in leaves.items()}
 
     def spelled(value: object) -> str:
         """Returns one argument as Python source. Raises UsageError for one that has no
         spelling."""
-        if isinstance(value, Tensor):
+        if id(value) in names:
             return f'inputs["{names[id(value)]}"]'
         if isinstance(value, list | tuple) and type(value) in (list, tuple):
-            inner = ", ".join(map(spelled, value))
-            return f"[{inner}]" if isinstance(value, list) else f"({inner},)"
+            return literal_sequence(value, spelled)
         if isinstance(value, Mapping):
             items = (f"{literal(k)}: {spelled(x)}" for k, x in value.items())
             return "{" + ", ".join(items) + "}"
@@ -513,8 +518,8 @@ def _stored_exact(failing: FailingCall, tensor: str) -> dict[str, Tensor]:
 def _written(folder: Path, text: str, tensors: Mapping[str, Tensor]) -> Path:
     """Writes a script and its tensors into a folder, which is made, and returns the path
     of the script; older files are replaced. Raises MeasurementError where the folder
-    cannot be made or the script not be written, and SafetensorError where the tensors
-    cannot be."""
+    cannot be made, or a file cannot be written."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     script = folder / "reproduce.py"
@@ -523,7 +528,7 @@ def _written(folder: Path, text: str, tensors: Mapping[str, Tensor]) -> Path:
         stored = {name: x.detach().cpu().clone() for name, x in tensors.items()}
         save_file(stored, folder / "tensors.safetensors")
         script.write_text(text, encoding="utf-8")
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise MeasurementError(f"{folder}: cannot be written ({error})") from error
     return script
 

@@ -13,10 +13,11 @@ from types import FrameType
 @contextlib.contextmanager
 def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[object]:
     """Runs the block with SIGINT handled by `handler`. Gives the handler that was set
-    before, and sets it again at the end. In a thread other than the main one it changes
-    nothing and gives None. Raises TypeError at the end where the handler before was not
-    set by Python."""
-    if threading.current_thread() is not threading.main_thread():
+    before, and sets it again at the end. In a thread other than the main one, and where
+    that handler was not set by Python, it changes nothing and gives None."""
+    is_main = threading.current_thread() is threading.main_thread()
+    # Python cannot set again what it did not set
+    if not is_main or signal.getsignal(signal.SIGINT) is None:
         yield None
         return
     before = signal.signal(signal.SIGINT, handler)
@@ -35,8 +36,7 @@ def noticing() -> Iterator[Callable[[], bool]]:
     of Python."""
     before = signal.getsignal(signal.SIGINT)
     came = threading.Event()
-    # It ends the process, or is not Python's
-    if before is signal.SIG_DFL or before is None:
+    if before is signal.SIG_DFL:  # it ends the process
         yield came.is_set
         return
 
@@ -54,7 +54,8 @@ def deferred() -> Iterator[None]:
     """Runs a block that must be done whole. A first SIGINT during the block calls the
     handler that was set before, at the block's end, and raises KeyboardInterrupt there; a
     second one does so at once. An exception that leaves the block takes the place of a
-    first SIGINT's. In a thread other than the main one it changes nothing."""
+    first SIGINT's. In a thread other than the main one, and where the handler was not set
+    by Python, it changes nothing."""
     came = False
 
     def remember(number: int, frame: object) -> None:

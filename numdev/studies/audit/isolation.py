@@ -32,7 +32,14 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase, strided_as
-from numdev.errors import MeasurementError, NumdevError, Refused, first_line, one_line
+from numdev.errors import (
+    MeasurementError,
+    NumdevError,
+    Refused,
+    first_line,
+    one_line,
+    signal_name,
+)
 from numdev.kernels import Kernel, Output, all_kernels, find
 from numdev.kernels.output import as_output
 from numdev.metrics.bit_checksums import same
@@ -400,7 +407,7 @@ class Worker:
         else:
             what = f"its process ended with exit code {code}"
             if code < 0:
-                what = f"its process was killed by {signal.Signals(-code).name}"
+                what = f"its process was killed by {signal_name(-code)}"
             if code == -signal.SIGKILL:
                 what += ", perhaps out of memory"
         line = first_line(self.channel.last_line())

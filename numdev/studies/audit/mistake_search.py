@@ -325,14 +325,14 @@ class Failing:
             self.likes_of[(*formats,)] = likes
         return self.likes_of[(*formats,)]
 
-    def held_to_its_way(self) -> bool:
+    def hold_to_known_way(self) -> bool:
         """Measures the call again against the known way of rounding that explains it, and
         replaces its rows. Returns False, and changes nothing, where no way does."""
         if likes := self.likes:
             self.hold(dataclasses.replace(self.runs, likes=likes).measured())
         return bool(likes)
 
-    def held_where_explained(self, tensors: Collection[str], words: str | None) -> bool:
+    def hold_where_explained(self, tensors: Collection[str], words: str | None) -> bool:
         """Measures the call again against the way of rounding named `words` (None: the
         best known one). Replaces its rows, and returns True, where that explains nearly
         all of the errors of `tensors` and the call is within its limits then; else
@@ -340,16 +340,16 @@ class Failing:
         likes = likenesses(
             self.output, tensors, self.unnamed_formats, self.bench, self.system, words
         )
-        return self._held_if_only(likes, tensors)
+        return self._hold_if_explained(likes, tensors)
 
-    def is_only_a_way(self) -> bool:
-        """Whether a known way of rounding explains all wrong tensors and nearly all of
-        their errors, and the call is within its limits when it is held to that way, so
-        that there is no mistake to look for. Where all this holds, the call's rows are
-        replaced by those measured against that way."""
-        return self._held_if_only(self.likes, self.wrong)
+    def hold_if_rounding_alone(self) -> bool:
+        """Measures the call again against the known way of rounding that explains it.
+        Replaces its rows, and returns True, where that explains all wrong tensors and
+        nearly all of their errors and the call is within its limits then, so that there
+        is no mistake to look for; else changes nothing and returns False."""
+        return self._hold_if_explained(self.likes, self.wrong)
 
-    def _held_if_only(
+    def _hold_if_explained(
         self, likes: Mapping[str, Likeness], tensors: Collection[str]
     ) -> bool:
         """Replaces the call's rows by those measured against ways of rounding, and
@@ -363,7 +363,7 @@ class Failing:
             self.hold(measured)
         return right
 
-    def held_as_elsewhere(self, words: str) -> bool:
+    def hold_as_elsewhere(self, words: str) -> bool:
         """Measures the call again against the way of rounding named `words`, which
         explains the kernel in other calls. Replaces its rows, and returns True, where the
         call is within its limits then; else changes nothing and returns False."""
@@ -433,7 +433,7 @@ def has_room(waiting: Sequence[Failing], call: Failing) -> bool:
     return sum(each.nbytes for each in (*alike, call)) <= KEPT_BYTES
 
 
-def name(failing: Failing) -> None:
+def name_mistakes(failing: Failing) -> None:
     """Writes into one call's rows, in place, which mistake or coarse step explains its
     wrong tensors, or that none is known; and in which rows of a head the errors are."""
     if failing.wrong:
@@ -489,7 +489,7 @@ def _hold_all_to_one_way(calls: Sequence[Failing], claims: Counter[str]) -> None
             break
     for call in waiting:
         tried = (*words, None) if words else ()
-        any(call.held_where_explained(tensors, each) for each in tried)
+        any(call.hold_where_explained(tensors, each) for each in tried)
 
 
 def _conclude_kernel(calls: Sequence[Failing]) -> Counter[str]:
@@ -505,10 +505,12 @@ def _conclude_kernel(calls: Sequence[Failing]) -> Counter[str]:
             continue
         # A search costs ten times what asking for a way does, and finds nothing in sound
         # code.
-        may_be = _may_be_rounding(call) or _errs_in_gradients_alone(call)
+        may_be = _may_be_rounding(call) or _errs_outside_output(call)
         if not early.misses and not call.kernel.declares and may_be:
             likely = [words for words, _ in claims.most_common(1)]
-            only = any(map(call.held_as_elsewhere, likely)) or call.is_only_a_way()
+            only = (
+                any(map(call.hold_as_elsewhere, likely)) or call.hold_if_rounding_alone()
+            )
             early.count(only)
             if only:
                 ways.count(True)
@@ -525,9 +527,9 @@ def _conclude_kernel(calls: Sequence[Failing]) -> Counter[str]:
             # A kernel rounds alike in all calls: what explains another is tried first,
             # and alone.
             alike = any(
-                call.held_as_elsewhere(words) for words, _ in claims.most_common(1)
+                call.hold_as_elsewhere(words) for words, _ in claims.most_common(1)
             )
-            ways.count(alike or call.held_to_its_way())
+            ways.count(alike or call.hold_to_known_way())
             claims.update(call.ways)
         if call.unnamed and losses:
             call.imprecise(losses)
@@ -543,7 +545,7 @@ def _conclude_kernel(calls: Sequence[Failing]) -> Counter[str]:
         if claims and _may_be_rounding(call):
             words, count = claims.most_common(1)[0]
             if count >= 2 * len([c for c in calls if c.unnamed]) and words:
-                call.held_as_elsewhere(words)
+                call.hold_as_elsewhere(words)
         call.finish()
     return claims
 
@@ -591,9 +593,10 @@ def _order_calls(calls: Sequence[Failing]) -> Iterator[Failing]:
 FAR = 10.0  # no sound way of rounding errs so many times what plain attention does
 
 
-def _errs_in_gradients_alone(call: Failing) -> bool:
-    """Whether a row of a wrong tensor has no cause and the output is within its limits.
-    Where exact gradients are 0, a sound way may err many times as much as another."""
+def _errs_outside_output(call: Failing) -> bool:
+    """Whether a row of a wrong tensor has no cause and the output is within its limits:
+    gradients or the log-sum-exp alone are wrong. Where exact gradients are 0, a sound way
+    may err many times as much as another."""
     return bool(call.unnamed) and "out" not in call.wrong
 
 

@@ -420,7 +420,7 @@ class Bench:
                 why = f"the kernel returned {output.not_lse}"
                 unit["nulls"] = {**unit["nulls"], "lse_error": why}
         if tensor == "dq":
-            self._count_gradients_of_empty_rows(units, measured)
+            self._count_dq_of_empty_rows(units, measured)
         if tensor_spec(tensor).is_gradient:
             self._add_narrow_sums(output, tensor, units, deviation)
 
@@ -447,9 +447,7 @@ class Bench:
             if head in causes:
                 unit.update(causes[head].fields)
 
-    def _count_gradients_of_empty_rows(
-        self, units: Sequence[Metrics], dq: Tensor
-    ) -> None:
+    def _count_dq_of_empty_rows(self, units: Sequence[Metrics], dq: Tensor) -> None:
         """Adds to `nonfinite` of each head, in place, how many elements of dq are not
         finite in rows that see no key. What such a row returns is a convention, yet
         nothing that follows depends on its query, whose gradient is 0; NaN there reaches

@@ -13,7 +13,7 @@ import inspect
 import math
 import sys
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase, explicit_mask
 from numdev.config import BACKENDS
-from numdev.errors import MeasurementError, UsageError, closest
+from numdev.errors import MeasurementError, UsageError, closest, first_line
 from numdev.kernels import Kernel, import_callable
 from numdev.kernels.output import GRADIENTS
 from numdev.kernels.plain_functions import adapt
@@ -95,7 +95,7 @@ def write(
     import; MeasurementError for a format without a dtype, for gradients of inputs that
     are not finite, and where it cannot be written."""
     training, backward = case.grad_out is not None, tensor in GRADIENTS
-    _refuse_unwritable(case, backward=backward)
+    _refuse_incomputable(case, backward=backward)
     if not backward:
         case = dataclasses.replace(case, grad_out=None)
     case, call = _spell_call(kernel, options, case, tensor)
@@ -129,7 +129,7 @@ def write(
     return script
 
 
-def _refuse_unwritable(case: AttentionCase, *, backward: bool) -> None:
+def _refuse_incomputable(case: AttentionCase, *, backward: bool) -> None:
     """Raises MeasurementError for a case that a script of torch alone cannot compute: one
     in a format without a dtype; with `backward` also one whose q, k or grad_out is
     missing or not finite."""
@@ -198,16 +198,26 @@ def rendered(template: str, facts: Mapping[str, object]) -> str:
 
 def literal(value: object) -> str:
     """Returns a value as Python source: bools, integers, floats (NaN and infinity as
-    `float("nan")`), text, None, dtypes, and lists and tuples of these. Raises UsageError
-    for another type, as a mapping or a complex number. A tuple must not be empty."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return f'float("{value}")'
-    if isinstance(value, tuple | list):
-        inner = ", ".join(map(literal, value))
-        return f"[{inner}]" if isinstance(value, list) else f"({inner},)"
-    if value is None or isinstance(value, bool | int | float | str | torch.dtype):
+    `float("nan")`; so those of a subclass, as NumPy's), text, None, dtypes, shapes, and
+    lists and tuples of these. Raises UsageError for another type, as a mapping, a complex
+    number, a named tuple or a member of an IntEnum."""
+    if isinstance(value, float):
+        plain = float.__repr__(value)
+        return plain if math.isfinite(value) else f'float("{plain}")'
+    if isinstance(value, tuple | list) and type(value) in (tuple, list):
+        return literal_sequence(value, literal)
+    if type(value) in (type(None), bool, int, str, torch.dtype, torch.Size):
         return repr(value)
-    raise UsageError(f"a script cannot spell the option {value!r}")
+    raise UsageError(f"a script cannot spell the value {first_line(repr(value))}")
+
+
+def literal_sequence(values: Sequence[object], spelled: Callable[[object], str]) -> str:
+    """Returns a list, or else a tuple, as Python source, each value as `spelled` returns
+    it."""
+    inner = ", ".join(map(spelled, values))
+    if isinstance(values, list):
+        return f"[{inner}]"
+    return f"({inner},)" if values else "()"
 
 
 def literal_mapping(values: Mapping[str, object]) -> str:

@@ -64,8 +64,8 @@ def suspicion(
     """Returns how far each row of the whole call is from the second output, fp32 [rows].
     The distance is relative to the row's size and the head's median size, and a multiple
     of the head's median of that; of the tensors, heads and sequences the largest counts.
-    0 where the second output is not finite and in rows that see no key; infinite, or NaN,
-    where the first one alone is not finite. `beside`: the second output; `tensors`: their
+    0 where the second output is not finite and in rows that see no key; infinite where
+    the first one alone is not finite. `beside`: the second output; `tensors`: their
     names, of which at least one besides lse must be in `output`."""
     select, most = bench.selection, []
     for tensor in (n for n in tensors if n != "lse" and getattr(output, n) is not None):
@@ -79,12 +79,17 @@ def suspicion(
         right = (distance == 0) | ~finite(size)
         if tensor not in KV_TENSORS:
             right |= empty_rows(select.restricted(bench.case, all_rows=True))
-        relative = relative.masked_fill(right, 0.0).nan_to_num(nan=math.inf)
+        relative = _nan_as_infinity(relative.masked_fill(right, 0.0))
         usual = relative.median(dim=-1, keepdim=True).values
-        most.append(
-            (relative / usual.clamp_min(bench.format.unit_roundoff / 16)).amax(dim=(0, 1))
-        )
+        # The median is infinite too where most rows are not finite
+        multiple = relative / usual.clamp_min(bench.format.unit_roundoff / 16)
+        most.append(_nan_as_infinity(multiple).amax(dim=(0, 1)))
     return torch.stack(most).amax(dim=0)
+
+
+def _nan_as_infinity(x: Tensor) -> Tensor:
+    """Returns x with infinity in place of each NaN."""
+    return x.masked_fill(x.isnan(), math.inf)
 
 
 def second(bench: Bench, output: Output) -> Output | Reference:

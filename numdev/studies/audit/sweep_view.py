@@ -85,8 +85,8 @@ class CellTable:
 
 
 def _cell_blocks(report: SweepReport) -> Iterator[doc.Node]:
-    """Yields the table of the request's first metric; nothing for a report without cells,
-    or whose cells do not fit its request."""
+    """Yields the table of the request's first metric; nothing for a report without cells
+    of that metric, or whose cells do not fit its request."""
     if not report.cells:
         return
     # It needs pandas, as no other report does
@@ -106,8 +106,10 @@ def _cell_blocks(report: SweepReport) -> Iterator[doc.Node]:
             places = [value] if value is not None else grid.axis_values
             for each in places if of_metric == metric else ():
                 table.add(((grid.x, each), *beside), kernel, cell)
-    name = METRICS[metric][1]
-    yield _table_node(table, report, f"{name[0].upper()}{name[1:]}, cell by cell", metric)
+    if table.rows:
+        name = METRICS[metric][1]
+        title = f"{name[0].upper()}{name[1:]}, cell by cell"
+        yield _table_node(table, report, title, metric)
 
 
 def _table_node(
