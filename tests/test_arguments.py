@@ -139,6 +139,7 @@ WRONG: Sequence[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (case, {"q": None}, "q: expected a Tensor, got None"),
     (case, {"scale": "a"}, "scale: expected a number, got 'a'"),
     (case, {"causal_offset": "a"}, "causal_offset: expected an integer, got 'a'"),
+    (case, {"ref": CaseRef(case=["a"])}, "case: expected a string, got a list of 'a'"),
     (case, {"window": "ab"}, "window: expected .*, got 'ab'"),
     (case, {"window": (1, 2, 3)}, "window: expected .*, got a tuple of 3"),
     (case, {"softcap": [1]}, "softcap: expected a number or None, got a list of 1"),
