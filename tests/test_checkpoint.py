@@ -465,6 +465,12 @@ def test_identity_is_of_config_and_weights(llama: Path) -> None:
     assert len({first, second, open_checkpoint(llama).identity()}) == 3
 
 
+def test_a_text_that_no_file_can_be_called_is_one_line() -> None:
+    """As the system says it."""
+    with pytest.raises(UsageError, match=r"cannot be read \(embedded null byte\)$"):
+        read_text(Path("a\0b"))
+
+
 def test_identity_is_of_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two files, of two pieces and a half and of nothing: by name, each piece by its own
     SHA-256; a byte more or another one anywhere is another identity."""

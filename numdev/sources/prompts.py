@@ -274,16 +274,18 @@ def drawn_tokens(vocab_size: int, *, length: int, sequences: int, seed: int) -> 
 
 def read_text(file: Path) -> str:
     """Returns the content of a UTF-8 text file. Raises UsageError for a file that cannot
-    be read or is not UTF-8, MeasurementError for a pointer of git-lfs."""
-    refuse_pointer(file)
+    be read or is not UTF-8, and for a path that can name no file; MeasurementError for a
+    pointer of git-lfs."""
     try:
+        refuse_pointer(file)
         return file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{file}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
         raise UsageError(
             f"{file}: expected text in UTF-8, got {one_line(error)}"
         ) from error
+    except (OSError, ValueError) as error:  # ValueError: for a NUL in its name
+        why = getattr(error, "strerror", error)
+        raise UsageError(f"{file}: cannot be read ({why})") from error
 
 
 def needed_inputs(
