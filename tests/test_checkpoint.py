@@ -465,6 +465,21 @@ def test_identity_is_of_config_and_weights(llama: Path) -> None:
     assert len({first, second, open_checkpoint(llama).identity()}) == 3
 
 
+def test_a_file_in_the_cache_of_hugging_face_has_a_name(tmp_path: Path) -> None:
+    """Not the hash under which it is stored; any other link is followed."""
+    model = tmp_path / "models--org--tiny"
+    snapshot = model / "snapshots" / ("1" * 40)
+    (model / "blobs").mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    (model / "blobs" / "abc").touch()
+    (snapshot / "model.pt").symlink_to("../../blobs/abc")
+    (tmp_path / "step7.pt").touch()
+    (tmp_path / "latest.pt").symlink_to("step7.pt")
+    names = [files.name_of(x) for x in (snapshot / "model.pt", snapshot)]
+    assert names == ["model.pt", "org/tiny"]
+    assert files.name_of(tmp_path / "latest.pt") == "step7.pt"
+
+
 def test_a_text_that_no_file_can_be_called_is_one_line() -> None:
     """As the system says it."""
     with pytest.raises(UsageError, match=r"cannot be read \(embedded null byte\)$"):
