@@ -109,7 +109,7 @@ WRONG: Sequence[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (audit, {"cases": [DRAWN, case()]}, "cases: expected .*, got a list of 2"),
     (audit, {"cases": [3]}, "cases: expected .*, got a list of 3"),
     (audit, {"cases": QKV}, "cases: expected .*, got a Tensor"),
-    (audit, {"target": "demo", "inputs": QKV}, ("inputs: expected a safetensors file .* a Tensor")),
+    (audit, {"target": "demo", "inputs": QKV}, ("inputs: expected a file of tensors .* a Tensor")),
     (model, {"inputs": "words"}, "inputs: expected the model's inputs .*, got 'words'"),
     (model, {"inputs": 3}, "inputs: expected .*, got 3"),
     (model, {"inputs": [QKV, QKV]}, "inputs: too many positional arguments"),
