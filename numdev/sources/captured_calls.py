@@ -564,7 +564,7 @@ def varlen_cases(
         "seqused_k": seqused_k,
         "block_table": block_table,
     }
-    _refuse_misshapen(q, k, v, places, sinks)
+    _refuse_unfit_tensors(q, k, v, places, sinks)
     packing = _Packing.of(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
     window = _flash_attn_window(window_size, causal=causal)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
@@ -663,7 +663,7 @@ class _Packing:
         return x[self.starts[i] : self.starts[i + 1]][: self.counts[i]]
 
 
-def _refuse_misshapen(
+def _refuse_unfit_tensors(
     q: Tensor,
     k: Tensor,
     v: Tensor,
