@@ -182,7 +182,7 @@ def _audit_subject(
         )
     if subject is None or isinstance(subject, str | Path):
         if not isinstance(inputs, str | Path | None):
-            what = "inputs: expected a safetensors file beside a target that is no model"
+            what = "inputs: expected a file of tensors beside a target that is no model"
             raise UsageError(f"{what}, got a {type(inputs).__name__}")
         file = None if inputs is None else str(inputs)
         return _Audited(name=str(subject or "demo"), inputs=file)

@@ -10,6 +10,7 @@ import collections.abc
 import functools
 import inspect
 import numbers
+import os
 import reprlib
 import types
 import typing
@@ -39,8 +40,8 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     """Returns `function` with a check of its arguments before each call. A call raises
     UsageError for an argument that its annotation does not allow and that is not the
     default, and for one that is missing, unknown or too many. An empty string is refused
-    where a string is asked for, unless it is the default. Values of `**options` are not
-    checked."""
+    where a string is asked for, unless it is the default, and so is a path that can name
+    no file. Values of `**options` are not checked."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -76,9 +77,18 @@ def expect(
     name: str, value: object, hint: object, *, default: object = inspect.Parameter.empty
 ) -> None:
     """Raises UsageError, which names the argument, for a value that is not of the
-    annotation `hint` (as `_is_of_type`) and not the default."""
+    annotation `hint` (as `_is_of_type`) and not the default. Raises it too for a string
+    or path that can name no file, where `hint` is a union with Path."""
     if value is default or (isinstance(value, str) and value == default):
         return
+    if Path in typing.get_args(hint) and isinstance(value, str | Path):
+        try:
+            can_name = b"\0" not in os.fsencode(value)
+        except UnicodeEncodeError:  # a lone surrogate
+            can_name = False
+        if not can_name:
+            got = reprlib.repr(str(value))
+            raise UsageError(f"{name}: expected a path that can name a file, got {got}")
     if not _is_of_type(value, hint):
         choices = _joined_with_or([*dict.fromkeys(_allowed_words(hint))])
         raise UsageError(f"{name}: expected {choices}, got {_value_in_words(value)}")

@@ -81,9 +81,9 @@ AXES = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionCase:
-    """One attention call. Raises UsageError for parts of wrong types, for shapes, dtypes
-    or devices that do not fit together, and for a size of 0. The tensors' values are not
-    checked: NaN and infinity may be among them."""
+    """One attention call. Raises UsageError for parts of wrong types, those of `ref` too,
+    for shapes, dtypes or devices that do not fit together, and for a size of 0. The
+    tensors' values are not checked: NaN and infinity may be among them."""
 
     ref: CaseRef
     q: Tensor
@@ -116,6 +116,7 @@ class AttentionCase:
 
     def __post_init__(self) -> None:
         expect_fields(self)
+        expect_fields(self.ref)
         problem = next(_problems(self), None)
         if problem:
             raise UsageError(f"attention case {self.ref.case!r}: {problem}")

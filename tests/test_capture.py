@@ -33,7 +33,7 @@ from numdev.sources.capture import (
     items_from_run,
     unaudited_modules,
 )
-from numdev.sources.softmax_free_mixers import mixers_in_words
+from numdev.sources.softmax_free_mixers import is_mixer, mixers_in_words
 from numdev.studies.audit.run import audit
 
 B, N, STEPS = 3, 12, 3
@@ -403,6 +403,23 @@ def test_a_layer_without_a_softmax_is_named_and_refuses_no_model() -> None:
 ])  # fmt: skip
 def test_what_mixes_tokens_without_a_softmax_is_known(name: str, others: str) -> None:
     assert mixers_in_words(unaudited_modules(models.build(name))) == others
+
+
+@pytest.mark.parametrize(("module", "mixes"), [
+    ("mamba", True), ("models.mamba", True), ("transformers.models.mamba.modeling_mamba", False),
+])  # fmt: skip
+def test_only_a_family_of_transformers_is_taken_off_a_name(
+    module: str, mixes: bool
+) -> None:
+    """A class of another module has its whole name, that of the module too."""
+
+    class Mamba(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.projection = nn.Linear(2, 2)
+
+    Mamba.__module__ = module
+    assert is_mixer(Mamba()) is mixes
 
 
 def test_projections_of_a_part_are_those_of_what_attends() -> None:

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import factories
+import huggingface_hub
 import models
 import numpy as np
 import pytest
@@ -463,6 +464,50 @@ def test_identity_is_of_config_and_weights(llama: Path) -> None:
     second = open_checkpoint(llama).identity()
     rewrite(llama, lambda state: state["model.norm.weight"].add_(1))
     assert len({first, second, open_checkpoint(llama).identity()}) == 3
+
+
+def test_a_file_in_the_cache_of_hugging_face_has_a_name(tmp_path: Path) -> None:
+    """Not the hash under which it is stored; any other link is followed."""
+    model = tmp_path / "models--org--tiny"
+    snapshot = model / "snapshots" / ("1" * 40)
+    (model / "blobs").mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    (model / "blobs" / "abc").touch()
+    (snapshot / "model.pt").symlink_to("../../blobs/abc")
+    (tmp_path / "step7.pt").touch()
+    (tmp_path / "latest.pt").symlink_to("step7.pt")
+    names = [files.name_of(x) for x in (snapshot / "model.pt", snapshot)]
+    assert names == ["model.pt", "org/tiny"]
+    assert files.name_of(tmp_path / "latest.pt") == "step7.pt"
+
+
+@pytest.mark.parametrize("of_transformers", [True, False])
+@pytest.mark.parametrize("of_hub", [True, False])
+def test_progress_bars_are_afterwards_as_before(
+    of_transformers: bool, of_hub: bool
+) -> None:
+    """Those of transformers and of huggingface_hub, each by itself; and one group's."""
+    switch, hub = transformers.utils.logging, huggingface_hub.utils
+    before = switch.is_progress_bar_enabled(), hub.are_progress_bars_disabled()
+    try:
+        (switch.enable_progress_bar if of_transformers else switch.disable_progress_bar)()
+        (hub.enable_progress_bars if of_hub else hub.disable_progress_bars)()
+        (hub.disable_progress_bars if of_hub else hub.enable_progress_bars)("a.group")
+        with files.quiet():
+            assert hub.are_progress_bars_disabled("a.group")
+            assert not switch.is_progress_bar_enabled()
+        assert switch.is_progress_bar_enabled() is of_transformers
+        assert hub.are_progress_bars_disabled() is not of_hub
+        assert hub.are_progress_bars_disabled("a.group") is of_hub
+    finally:
+        (switch.enable_progress_bar if before[0] else switch.disable_progress_bar)()
+        (hub.disable_progress_bars if before[1] else hub.enable_progress_bars)()
+
+
+def test_a_text_that_no_file_can_be_called_is_one_line() -> None:
+    """As the system says it."""
+    with pytest.raises(UsageError, match=r"cannot be read \(embedded null byte\)$"):
+        read_text(Path("a\0b"))
 
 
 def test_identity_is_of_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,6 +164,8 @@ def test_massive_channel(fmt: str) -> None:
     ("ties", {"count": 1.5}, "count=1.5: .*; its parameters must be numbers"),
     ("border_ties", {"every": 0}, "every=0: expected every >= 1"),
     ("border_ties", {"every": 10**30}, "border_ties does not work with every=10000"),
+    ("border_ties", {"every": 1.5}, "every=1.5: .*; its parameters must be numbers"),
+    ("border_ties", {"every": 257}, "every >= 1 and at most the 256 keys, got 257"),
     ("one_signed_gradient", {"count": -1}, "count=-1: expected count >= 0"),
     ("one_sign", {"least": -0.5}, "least=-0.5: expected least >= 0"),
     ("outliers", {"variance": -1.0}, r"variance=-1\.0: expected variance >= 0 and rate"),
@@ -191,6 +193,18 @@ def test_what_cannot_be_drawn_is_said(
     with which what is drawn would not be finite, is named."""
     with pytest.raises(UsageError, match=says):
         draw(name, SHAPES, seed=0, options=options)
+
+
+def test_ties_at_borders_of_few_keys() -> None:
+    """Of one head too; without a border the default is refused, and named though it was
+    not passed."""
+    few = dataclasses.replace(SHAPES, batch=1, kv_heads=1, kv_len=10)
+    words = "input regime border_ties does not work with its defaults: .* 10 keys, got 64"
+    with pytest.raises(UsageError, match=words):
+        drawn("border_ties", few)
+    for every, tied in ((4, [0, 3, 4, 7, 8]), (10, [0, 9])):
+        k = drawn("border_ties", few, every=every).k[0, 0]
+        assert [i for i in range(10) if torch.equal(k[i], k[0])] == tied
 
 
 BY_HAND = Shapes(batch=2, heads=2, kv_heads=1, q_len=12, kv_len=40, head_dim=64, v_dim=16)
@@ -383,6 +397,22 @@ def test_answers_hold_in_every_format(name: str) -> None:
     for q_len, kv_len, dim in ((1, 1, 16), (1, 2, 1), (1, 300, 80), (129, 129, 256)):
         sizes = {"q_len": q_len, "kv_len": kv_len, "head_dim": dim, "v_dim": dim}
         assert_known(name, probe(name, Shapes(batch=1, heads=2, kv_heads=2, **sizes)))
+
+
+@pytest.mark.parametrize("name", CODED)
+@pytest.mark.parametrize("dim", [1, 2, 3, 16])
+@pytest.mark.parametrize("kv_len", [2, 3, 5, 40])
+def test_the_margin_is_reached_with_few_features(
+    name: str, dim: int, kv_len: int
+) -> None:
+    """Every score below the maximum is below it by the margin, though most keys have no
+    pattern of their own."""
+    shapes = dataclasses.replace(PROBED, q_len=9, kv_len=kv_len, head_dim=dim)
+    case = probe(name, shapes, "float64")
+    k = case.k.repeat_interleave(case.group, dim=1)
+    S = case.q @ k.mT * case.scale
+    below = S.amax(dim=-1, keepdim=True) - S
+    assert bool(((below == 0) | (below >= 80.0)).all())
 
 
 @pytest.mark.parametrize("kind", MASKS)

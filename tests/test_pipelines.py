@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -16,7 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from numdev.cases import AttentionCase
 from numdev.config import AuditRequest, Choice
+from numdev.errors import MeasurementError
 from numdev.sources.case_sources import open_source
+from numdev.sources.pipeline import Painter
 from numdev.system import System
 
 BLOCKS = 4  # of the UNet: down, middle, two in up; each with self and cross attention
@@ -163,6 +166,31 @@ def test_weights_that_are_missing_are_named(
     del tensors["transformer_blocks.1.attn1.to_q.weight"]
     save_file(tensors, part / name)
     assert "transformer_blocks.1.attn1.to_q.weight" in refusal(capsys, 3, part.parent)
+
+
+@pytest.mark.parametrize(("steps", "lacks"), [(1, "image"), (0, "image or latents")])
+def test_a_pipeline_that_ends_without_decoding_is_one_line(
+    steps: int, lacks: str
+) -> None:
+    """As one does whose last part is another model than its VAE."""
+    scheduler = SimpleNamespace(
+        step=lambda: (torch.ones(1),), set_timesteps=lambda n: None
+    )
+    vae = SimpleNamespace(decode=lambda x: (x,), dtype=torch.float32)
+
+    class Pipeline(SimpleNamespace):
+        def __call__(self, **arguments: Any) -> None:
+            for _ in range(steps):
+                self.scheduler.step()
+
+    source: Any = SimpleNamespace(
+        pipeline=Pipeline(components={}, scheduler=scheduler, vae=vae), arguments={},
+        kind="Made", steps=1, chatter=diffusers.utils.logging, request=SimpleNamespace(seed=0),
+    )  # fmt: skip
+    with pytest.raises(
+        MeasurementError, match=f"^Made: the pipeline ended without {lacks};"
+    ):
+        Painter(source)(torch.tensor([0]))
 
 
 def test_options_that_do_not_fit_are_refused(dit: Path, capsys: Any) -> None:

@@ -21,8 +21,14 @@ import numdev
 from numdev import report
 from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import MeasurementError, NumdevError, UsageError
+from numdev.formats import format_named
 from numdev.kernels.reference import attend
-from numdev.sources.captured_calls import open_cases, write_cases, writing_cases
+from numdev.sources.captured_calls import (
+    headerless_hint,
+    open_cases,
+    write_cases,
+    writing_cases,
+)
 
 TENSORS = ("q", "k", "v", "mask", "sinks", "grad_out")
 
@@ -397,6 +403,42 @@ def test_what_cannot_be_saved_or_holds_no_call(tmp_path: Path) -> None:
         UsageError, match=r"expected captured tensors, got no \.safetensors file"
     ):
         open_cases(tmp_path / "folder.safetensors")
+
+
+SOME_ROWS = case(is_causal=True).restrict(rows=torch.tensor([1, 3]))
+META = dict.fromkeys("qkv", drawn(2, 4, 6, 8).to("meta"))
+
+
+@pytest.mark.parametrize(("wrong", "says"), [
+    (SOME_ROWS, "expected a whole call, got 2 rows of one"),
+    (case().rounded_to(format_named("e4m5")), "expected a format that torch has, got e4m5"),
+    (case(**META), "expected tensors with values, got meta"),
+    (case(window=(-1, 0)), "window: expected greater than or equal to 0, got -1"),
+    (case(ref=CaseRef(case="m#0", layer=-1)), "layer: expected greater than or equal to 0, got -1"),
+])  # fmt: skip
+def test_a_case_that_no_file_can_hold_is_refused(
+    tmp_path: Path, wrong: AttentionCase, says: str
+) -> None:
+    """None comes back as another function; the case is named, and nothing is written."""
+    with pytest.raises(UsageError) as caught:
+        numdev.save_cases(tmp_path / "dump.safetensors", [wrong])
+    assert str(caught.value) == f"saving attention case 'm#0': {says}"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_that_see_all_keys_come_back(tmp_path: Path) -> None:
+    """Where position hides nothing, some rows of a call are a call."""
+    some = case(mask=drawn(6, 6)).restrict(rows=torch.tensor([1, 3]))
+    write_cases(tmp_path / "one.safetensors", [some])
+    assert torch.equal(attend(only(tmp_path / "one.safetensors")).out, attend(some).out)
+
+
+def test_a_file_with_a_header_needs_no_hint_on_it(tmp_path: Path) -> None:
+    """The hint is for the same tensors without one."""
+    path = third_party(tmp_path / "x.safetensors")
+    assert headerless_hint(path) == headerless_hint(tmp_path) == ""
+    save_file({"0.q": drawn(1), "0.k": drawn(1), "0.v": drawn(1)}, path)
+    assert "need a header" in headerless_hint(path)
 
 
 def test_a_dump_is_audited_by_phase(tmp_path: Path, capsys: Any) -> None:

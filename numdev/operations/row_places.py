@@ -27,7 +27,9 @@ def where(bad: Tensor, rows: Tensor | None, noun: str = "row") -> str | None:
 STRIDES = (128, 64, 32, 16)  # of rows: tiles
 
 
-def instances(bad: Tensor, rows: Tensor | None, noun: str = "row") -> tuple[str, ...]:
+def phrases_for_other_lengths(
+    bad: Tensor, rows: Tensor | None, noun: str = "row"
+) -> tuple[str, ...]:
     """Returns phrases for a head's bad rows that hold in calls of other lengths too: `row
     5`, `every 64th row from 63`, `all rows from 64 on`. `bad`: bool [B, rows]; a row
     counts that is bad in any batch entry. Empty where `rows` is not None (only some rows

@@ -287,17 +287,18 @@ def holds_cases(path: Path) -> bool:
 
 
 def headerless_hint(path: Path) -> str:
-    """Returns a hint on how to write the header of a safetensors file whose tensors are
-    named as those of calls are (`q`, `0.k`), whether or not it has a header already. Of a
-    directory its first safetensors file is looked at. Empty for any other path, and for a
-    damaged file."""
+    """Returns a hint on how to write the header of a safetensors file that has none, and
+    whose tensors are named as those of calls are (`q`, `0.k`). Of a directory its first
+    safetensors file is looked at. Empty for any other path, for a file with a header, and
+    for a damaged file."""
     for file in sorted(path.glob("*.safetensors"))[:1] if path.is_dir() else (path,):
         with contextlib.suppress(NumdevError, OSError):
             if file.suffix != ".safetensors":
                 return ""
             with storage.open_safetensors(file) as opened:
                 names = {name.rpartition(".")[2] for name in list(opened.keys())}
-            if names.issuperset(REQUIRED):
+                lacks_header = KEY not in (opened.metadata() or {})
+            if lacks_header and names.issuperset(REQUIRED):
                 return (
                     f"captured tensors are named 0.q, 0.k, 0.v and need a header: give "
                     f"save_file the metadata {{{KEY!r}: '{{\"version\": {VERSION}}}'}}"
@@ -398,13 +399,15 @@ def write_cases(
     axes: Sequence[Mapping[str, object]] | None = None,
 ) -> None:
     """Writes cases to one captured-tensor file, whole or not at all: unrounded, each
-    tensor with its axes in the order they have in memory. A case's `positions` and
-    `working` are not written. A file there is replaced. `axes`: the place of each case on
-    a grid, as many as cases; None: no grid. Raises MeasurementError or OSError where it
-    cannot be written, and pydantic's ValidationError for a case that no header can hold,
-    as one of layer -1 or with a window limit below 0."""
+    tensor with its axes in the order they have in memory. A file there is replaced.
+    `axes`: the place of each case on a grid, as many as cases; None: no grid. Raises
+    UsageError, which names the case, for one that no file can hold (`_refuse_unstorable`)
+    and for one that no header can hold, as one of layer -1 or with a window limit below
+    0; MeasurementError or OSError where the file cannot be written."""
     tensors, calls = {}, []
     for index, case in enumerate(cases):
+        named = f"saving attention case {case.ref.case!r}"
+        _refuse_unstorable(case, named)
         layout: dict[str, str] = {}
         for name in (*REQUIRED, *OPTIONAL):
             if (tensor := getattr(case, name)) is not None:
@@ -423,7 +426,8 @@ def write_cases(
             "grad_out": case.grad_out_from,
             "layout": layout,
         }
-        calls.append({**call, "axes": dict(axes[index]) if axes else {}})
+        call["axes"] = dict(axes[index]) if axes else {}
+        calls.append(validated(call, CallHeader, named))
     versions = {"numdev": numdev.__version__, "torch": torch.__version__}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         versions["transformers"] = importlib.metadata.version("transformers")
@@ -437,15 +441,28 @@ def write_cases(
         save_file(tensors, partial, metadata={KEY: header.model_dump_json()})
 
 
+def _refuse_unstorable(case: AttentionCase, named: str) -> None:
+    """Raises UsageError for a case that would come back from a file as another: one with
+    some rows of a call by whose positions keys are hidden, one in a format that torch has
+    no dtype for, and one of tensors without values. `named`: the case in the message."""
+    if case.positions is not None and case.restricts_positions:
+        raise UsageError(f"{named}: expected a whole call, got {case.q_len} rows of one")
+    if case.working is not None:
+        got = case.working.name
+        raise UsageError(f"{named}: expected a format that torch has, got {got}")
+    if case.q.is_meta:
+        raise UsageError(f"{named}: expected tensors with values, got {case.q.device}")
+
+
 @checked
 def save_cases(path: str | Path, cases: Sequence[AttentionCase]) -> None:
     """Writes cases to one captured-tensor file, a TARGET of `numdev audit`: unrounded,
-    whole or not at all. A case's `positions` and `working` are not written. A file there
-    is replaced. Raises UsageError for a name that does not end in `.safetensors`, for a
-    folder that does not exist or cannot be written to, for no case, and for two of one
-    name; MeasurementError where it cannot be written, as on a full disk; pydantic's
-    ValidationError for a case that no header can hold, as one of layer -1 or with a
-    window limit below 0."""
+    whole or not at all. A file there is replaced. Raises UsageError for a name that does
+    not end in `.safetensors`, for a folder that does not exist or cannot be written to,
+    for no case, for two of one name, and for a case that no file can hold: one with some
+    rows of a causal or windowed call, one in a format that torch has no dtype for, one on
+    the meta device, one of layer -1 or with a window limit below 0. Raises
+    MeasurementError where the file cannot be written, as on a full disk."""
     path, names = Path(path), {case.ref.case for case in cases}
     if path.suffix != ".safetensors":
         raise UsageError(f"{path}: expected a name that ends in .safetensors")
@@ -466,8 +483,9 @@ def writing_cases(directory: Path, *, overwrite: bool = False) -> Iterator[Add]:
     writes one more case. The directory appears at the end, whole; after an exception, or
     without a case, nothing changes. Missing folders above it are made at once.
     `overwrite`: saved cases that are there are replaced. Raises UsageError where the
-    directory exists (with `overwrite`: where it is no directory of saved cases), or its
-    parent cannot be written to; OSError or MeasurementError where writing fails later."""
+    directory exists (with `overwrite`: where it is no directory of saved cases), and
+    where its parent cannot be written to. The function raises as `write_cases`; the end
+    of the context raises OSError where writing fails."""
     if directory.exists() and not (overwrite and (directory / INDEX).is_file()):
         raise UsageError(f"{directory}: exists", hint="choose another --save-cases")
     names = list[str]()
@@ -546,7 +564,7 @@ def varlen_cases(
         "seqused_k": seqused_k,
         "block_table": block_table,
     }
-    _refuse_misshapen(q, k, v, places, sinks)
+    _refuse_unfit_tensors(q, k, v, places, sinks)
     packing = _Packing.of(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
     window = _flash_attn_window(window_size, causal=causal)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
@@ -645,7 +663,7 @@ class _Packing:
         return x[self.starts[i] : self.starts[i + 1]][: self.counts[i]]
 
 
-def _refuse_misshapen(
+def _refuse_unfit_tensors(
     q: Tensor,
     k: Tensor,
     v: Tensor,

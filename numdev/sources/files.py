@@ -36,10 +36,13 @@ NESTED = ("model", "state_dict", "model_state_dict", "module")
 PREFIXES = ("_orig_mod.", "module.")  # of torch.compile and DistributedDataParallel
 
 
-def name_of(directory: Path) -> str:
+def name_of(path: Path) -> str:
     """Returns the last name of a path, links followed; for a snapshot in Hugging Face's
-    cache, the model's name: `owner/model`, or `model` without an owner."""
-    whole = directory.resolve()
+    cache, the model's name: `owner/model`, or `model` without an owner. A file of that
+    cache is stored under its hash: for one, returns the name of the link."""
+    whole = path.resolve()
+    if whole.is_file() and whole.parent.name == "blobs":
+        return path.name
     model = whole.parents[1].name if whole.parent.name == "snapshots" else ""
     return model.partition("--")[2].replace("--", "/") or whole.name
 
@@ -240,25 +243,22 @@ def blaming(path: Path, what: str) -> AbstractContextManager[None]:
 def quiet(*others: ModuleType) -> Iterator[None]:
     """Enters a context without Python's log lines and warnings, and without progress bars
     of transformers, huggingface_hub and `others`, modules with transformers' logging
-    functions. Restored at the end; only where those of transformers were off before,
-    huggingface_hub's progress bars stay off."""
+    functions. At the end each is again as it was."""
     import transformers.utils.logging
-    from huggingface_hub.utils.tqdm import (
-        are_progress_bars_disabled,
-        disable_progress_bars,
-    )
+    from huggingface_hub.utils.tqdm import progress_bar_states
 
-    with ExitStack() as stack, warnings.catch_warnings():
+    with warnings.catch_warnings(), ExitStack() as stack:
+        # The switches below warn where an environment variable decides instead
+        warnings.simplefilter("ignore")
         stack.callback(logging.disable, logging.root.manager.disable)
         logging.disable(logging.CRITICAL)
-        # Enabling transformers' switches the hub's on as well
-        if are_progress_bars_disabled():
-            stack.callback(disable_progress_bars)
+        # Those of transformers switch all of the hub's as well
+        stack.callback(progress_bar_states.update, dict(progress_bar_states))
+        stack.callback(progress_bar_states.clear)
         for chatter in (transformers.utils.logging, *others):
             if chatter.is_progress_bar_enabled():
                 stack.callback(chatter.enable_progress_bar)
             chatter.disable_progress_bar()
-        warnings.simplefilter("ignore")
         yield
 
 

@@ -207,13 +207,13 @@ def border_ties(
 ) -> Inputs:
     """Draws inputs in which the keys on both sides of every multiple of `every` are equal
     to key 0, which scores higher than the others by about `strength`, at the scale 1 /
-    sqrt(head_dim). Raises ValueError for `every` below 1, RuntimeError for `every` above
-    kv_len + 1."""
-    _expect(every >= 1, "every >= 1")
+    sqrt(head_dim). Raises ValueError for `every` below 1, and above kv_len, with which no
+    key would be equal to key 0."""
+    keys = shapes.kv_len
+    _expect(1 <= every <= keys, f"every >= 1 and at most the {keys} keys, got {every}")
     q, k, v = sink(shapes, draws, strength=strength, value=1.0)
-    before = torch.arange(every - 1, shapes.kv_len, every)
-    for at in (before, before[before + 1 < shapes.kv_len] + 1):
-        k[:, :, at] = k[:, :, :1]
+    for first in (every - 1, every):
+        k[:, :, first::every] = k[:, :, :1]
     return Inputs(q, k, v)
 
 
@@ -427,19 +427,18 @@ def uniform(shapes: Shapes, draws: Draws) -> Inputs:
 
 def one_hot(shapes: Shapes, draws: Draws, *, margin: float = 80.0) -> Inputs:
     """Draws inputs in which one key of every query scores higher than all others by
-    `margin` or more, at the scale 1 / sqrt(head_dim); with a head_dim of 1, by half of
-    that. The key is drawn among those that a causal mask shows the query: the last query
-    sees the last key, or query i keys 0 to i where there are fewer keys than queries.
-    Raises ValueError for a `margin` that is not above 0."""
+    `margin` or more, at the scale 1 / sqrt(head_dim). The key is drawn among those that a
+    causal mask shows the query: the last query sees the last key, or query i keys 0 to i
+    where there are fewer keys than queries. Raises ValueError for a `margin` that is not
+    above 0."""
     return _sign_coded(shapes, draws, 1, margin)
 
 
 def two_hot(shapes: Shapes, draws: Draws, *, margin: float = 80.0) -> Inputs:
     """Draws inputs in which two equal keys of every query, half the length apart, score
-    higher than all others by `margin` or more, at the scale 1 / sqrt(head_dim); with a
-    head_dim of 1, by half of that. The output is the mean of two values where the row
-    sees both. With an odd kv_len the middle key has no equal. Raises ValueError for a
-    `margin` that is not above 0."""
+    higher than all others by `margin` or more, at the scale 1 / sqrt(head_dim). The
+    output is the mean of two values where the row sees both. With an odd kv_len the
+    middle key has no equal. Raises ValueError for a `margin` that is not above 0."""
     return _sign_coded(shapes, draws, 2, margin)
 
 
@@ -447,18 +446,20 @@ def _sign_coded(shapes: Shapes, draws: Draws, copies: int, margin: float) -> Inp
     """Returns inputs whose keys are different sign patterns, each repeated `copies` times
     (the last perhaps less often), and whose queries are the patterns of their keys. Such
     a key scores higher than all others by `margin` or more at the scale 1 /
-    sqrt(head_dim), and with a head_dim of 1 by half of that. A pattern is the key's
-    number in binary, each bit repeated in as many features as there are, so that two
-    patterns' scores differ by a multiple of 2 * repeats * (size of the entries) /
-    sqrt(d). The entries of q and k are powers of two with either sign, or 0. Where
-    head_dim has too few features, the keys that get no pattern are 0. Raises ValueError
+    sqrt(head_dim). A pattern is the key's number in binary, each bit repeated in as many
+    features as there are, so that two patterns' scores differ by a multiple of 2 *
+    repeats * (size of the entries) / sqrt(d). The entries of q and k are powers of two
+    with either sign, or 0. Where head_dim has too few features, the keys that get no
+    pattern are 0, and score lower by bits * repeats * size / sqrt(d). Raises ValueError
     for a `margin` that is not above 0."""
     _expect(margin > 0, "margin > 0")
     distinct = -(-shapes.kv_len // copies)
     bits = min(shapes.head_dim, max(1, (distinct - 1).bit_length()))
     repeats = shapes.head_dim // bits
-    size = math.ceil(math.log2(margin * math.sqrt(shapes.head_dim) / (2 * repeats)))
     coded = min(distinct, 2**bits)
+    # The scores of two patterns differ by 2 of these in one bit, a key of 0 by 1 in each
+    steps = repeats * (2 if coded == distinct else min(2, bits))
+    size = math.ceil(math.log2(margin * math.sqrt(shapes.head_dim) / steps))
 
     code = draws.permutation("code", coded)
     sign = (((code[:, None] >> torch.arange(bits)) & 1) * 2 - 1).float()  # [coded, bits]
@@ -543,9 +544,9 @@ def draw(
                 raise ValueError(f"expected a {tensor} that is finite")
     except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
         written = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        what = f"input regime {name} does not work with {written}: {error}"
+        what = f"input regime {name} does not work with {written or 'its defaults'}"
         hint = "its parameters must be numbers" if isinstance(error, TypeError) else None
-        raise UsageError(what, hint=hint) from error
+        raise UsageError(f"{what}: {error}", hint=hint) from error
     grad_out = inputs.grad_out if gradients else None
     if gradients and grad_out is None:
         grad_out = draws.normal("grad_out", shapes.out)

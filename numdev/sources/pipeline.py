@@ -340,9 +340,9 @@ class Painter(nn.Module):
         """Returns the denoised latents and the decoded image of the prompts with these
         numbers (their places in the source's prompts, from 0), int64 [images], at least
         one. The noise depends on the seed and the first number. The scheduler and the VAE
-        are changed while it runs. Raises MeasurementError where the pipeline fails,
-        IndexError for a number without a prompt, KeyError where the pipeline ends without
-        decoding."""
+        are changed while it runs. Raises MeasurementError where the pipeline fails, and
+        where it ends without a scheduler's step or without decoding; IndexError for a
+        number without a prompt."""
         scheduler, vae, chosen = (
             self.pipeline.scheduler,
             self.pipeline.vae,
@@ -387,6 +387,9 @@ class Painter(nn.Module):
                 del scheduler.step, vae.decode, scheduler.set_timesteps
                 if vae.dtype != dtype:  # some decode float16 in float32
                     vae.to(dtype)
+        if lacking := " or ".join(sorted({"latents", "image"} - outs.keys())):
+            what = f"{self.source.kind}: the pipeline ended without {lacking}"
+            raise MeasurementError(what, hint=hint)
         # Guidance may leave a second half behind, which the pipeline does not decode.
         latents, image = (
             outs[n][: len(chosen)].flatten(1)[:, None] for n in ("latents", "image")

@@ -30,7 +30,7 @@ from numdev.sources.checkpoint import (
     first_positive,
     load_tokenizer,
 )
-from numdev.sources.containers import read_tensors as read_tensors
+from numdev.sources.containers import SUFFIXES, read_tensors
 from numdev.sources.files import checked_tensor, some
 from numdev.sources.unsupported_files import refuse_pointer
 
@@ -274,16 +274,18 @@ def drawn_tokens(vocab_size: int, *, length: int, sequences: int, seed: int) -> 
 
 def read_text(file: Path) -> str:
     """Returns the content of a UTF-8 text file. Raises UsageError for a file that cannot
-    be read or is not UTF-8, MeasurementError for a pointer of git-lfs."""
-    refuse_pointer(file)
+    be read or is not UTF-8, and for a path that can name no file; MeasurementError for a
+    pointer of git-lfs."""
     try:
+        refuse_pointer(file)
         return file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{file}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
         raise UsageError(
             f"{file}: expected text in UTF-8, got {one_line(error)}"
         ) from error
+    except (OSError, ValueError) as error:  # ValueError: for a NUL in its name
+        why = getattr(error, "strerror", error)
+        raise UsageError(f"{file}: cannot be read ({why})") from error
 
 
 def needed_inputs(
@@ -306,14 +308,16 @@ def needed_inputs(
 
 
 def read_prompt(path: Path, model: nn.Module) -> Prompt:
-    """Returns the tensors of a file as inputs, sorted by name: of a safetensors file, or
-    by its suffix (`.pt`) of one that torch.save wrote. Each is named after an argument
-    that the model's forward declares (`**kwargs` does not count) and is [batch, ...].
-    Raises UsageError where there is no such file, no tensor, no such argument, or a
-    tensor of no dimension or element; MeasurementError for a damaged file."""
+    """Returns the tensors of a file as inputs, sorted by name: by its suffix (`.bin`,
+    `.pt`, `.pth`) of one that torch.save wrote, else of a safetensors file. Each is named
+    after an argument that the model's forward declares (`**kwargs` does not count) and is
+    [batch, ...]. Raises UsageError where there is no such file, no tensor, no such
+    argument, or a tensor of no dimension or element; MeasurementError for a damaged
+    file."""
     if not path.is_file():
         raise UsageError(
-            f"{path}: no such file", hint="--inputs takes a safetensors file"
+            f"{path}: no such file",
+            hint=f"--inputs takes a file of tensors: {', '.join(SUFFIXES)}",
         )
     inputs = {
         name: checked_tensor(path, name, x) for name, x in sorted(read_tensors(path))

@@ -52,13 +52,10 @@ def _is_depthwise(module: nn.Module) -> bool:
 
 def _class_name(module: nn.Module) -> str:
     """Returns the name of a module's class without the name of its transformers family at
-    the beginning, in any case. The family is what its file `modeling_FAMILY` has, without
-    underscores; for a class of any other module, the whole name of that module."""
-    name, family = (
-        type(module).__name__,
-        type(module).__module__.rpartition(".modeling_")[2],
-    )
-    family = family.replace("_", "")
+    the beginning, in any case. The family is what its file `modeling_FAMILY`, which is in
+    a package, has, without underscores; a class of any other module has none."""
+    name = type(module).__name__
+    family = type(module).__module__.partition(".modeling_")[2].replace("_", "")
     return name[len(family) :] if name.lower().startswith(family) else name
 
 

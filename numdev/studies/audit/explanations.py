@@ -39,7 +39,7 @@ from numdev.metrics.statistics import BIAS_ALPHA
 from numdev.metrics.yardstick import Yardstick
 from numdev.operations.attention.explain import attribution as fits
 from numdev.operations.attention.worst_rows import worst_rows
-from numdev.operations.row_places import instances, where
+from numdev.operations.row_places import phrases_for_other_lengths, where
 from numdev.report import AttributionRow, DeviationRow, ProfileRow, WorstRow
 from numdev.studies.audit.deviation_rows import FAILS_ONE_ROW, Measured, identity
 from numdev.studies.audit.isolation import Failure, attempt
@@ -223,7 +223,7 @@ def locate(measured: Measured[Bench], bench: Bench) -> None:
             rows = select.row_indices(row.tensor)
             places = {
                 "errs_in": where(bad, rows, noun),
-                "errs_in_of": instances(bad, rows, noun),
+                "errs_in_of": phrases_for_other_lengths(bad, rows, noun),
             }
             measured.rows[at] = row.model_copy(update=places)
 

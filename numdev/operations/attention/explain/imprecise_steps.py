@@ -19,6 +19,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -203,11 +204,24 @@ class Backward:
     lse: Tensor
     out: Tensor
 
+    @cached_property
+    def slope(self) -> Tensor | float:
+        """Returns the slope of the soft cap at each score, fp32 [B, H, q_len, kv_len]:
+        the derivative of cap * tanh(x / cap), 1 - tanh² = 1 / cosh²; 1 without a soft
+        cap."""
+        case = self.case
+        if case.softcap is None:
+            return 1.0
+        bare = dataclasses.replace(
+            case, softcap=None, mask=None, window=None, is_causal=False
+        )
+        return (all_scores(bare) / case.softcap).cosh().square().reciprocal().float()
+
     def step(self, loss: Loss) -> dict[str, Tensor]:
         """Returns dq, dk and dv, by name, of FlashAttention-2's backward pass with one
-        step coarser: fp32 tensors rounded to the working format. The slope of a soft cap
-        is left out. dk and dv of the query heads of a group are summed in fp32. Raises
-        UsageError for a case without grad_out."""
+        step coarser: fp32 tensors rounded to the working format. dk and dv of the query
+        heads of a group are summed in fp32. Raises UsageError for a case without
+        grad_out."""
         case, working, tile = self.case, self.case.format, loss.tile
         Q, dO = case.q.float(), upstream(case).float()
         K, V = (x.repeat_interleave(case.group, 1).float() for x in (case.k, case.v))
@@ -215,7 +229,7 @@ class Backward:
         P = torch.where(self.S.isfinite(), (self.S - L[..., None]).exp(), 0.0)
         delta = (dO * self.out.float()).sum(-1, keepdim=True)
         delta = loss(delta) if loss.step == "delta" else delta
-        dS = P * (dO @ V.mT - delta)
+        dS = P * (dO @ V.mT - delta) * self.slope
         dS = loss(dS) if loss.step == "ds" else rounded(dS, working)
         P_V = loss(P) if loss.step == "p_for_dv" else rounded(P, working)
         scale = case.scale

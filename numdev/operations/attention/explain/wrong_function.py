@@ -33,7 +33,7 @@ from numdev.operations.attention.explain.mistake_results import (
     estimated,
 )
 from numdev.operations.attention.explain.mistakes import scales
-from numdev.operations.row_places import in_words, instances
+from numdev.operations.row_places import in_words, phrases_for_other_lengths
 
 CUT = 10.0  # how much smaller the residual must be against the alternative's reference
 # The least cut in the format of a finding, where a finer one has found its cause
@@ -205,7 +205,8 @@ def _describe_rows(wrong: Tensor) -> list[str]:
     """Returns phrases for the query rows that the mask `wrong`, bool [q_len], has (at
     least one): `in rows 64 to 99`, then phrases that hold in calls of other lengths, as
     `in all rows from 64 on`."""
-    phrases = (in_words(wrong.nonzero()[:, 0]), *instances(wrong[None], None))
+    general = phrases_for_other_lengths(wrong[None], None)
+    phrases = (in_words(wrong.nonzero()[:, 0]), *general)
     return [f"in {words}" for words in dict.fromkeys(phrases)]
 
 
