@@ -250,6 +250,25 @@ def test_a_batch_file_has_the_request_and_the_response(tmp_path: Path) -> None:
     assert side.notes == ("2 of 2 log-probabilities are minus infinity.",)
 
 
+def test_settings_are_of_the_nearest_that_says_them(tmp_path: Path) -> None:
+    """The record before its sampling parameters, these before the request, that before
+    its own."""
+    choice = {"token_ids": [4], "logprobs": {"tokens": ["x"], "token_logprobs": [-1.0]}}
+    record = {
+        "dtype": "float32",
+        "sampling_params": {"top_p": 0.9, "dtype": "float16"},
+        "request": {
+            "temperature": 0.7,
+            "top_p": 0.8,
+            "sampling_params": {"temperature": 0.6, "min_p": 0.1},
+        },
+        "response": {"choices": [choice]},
+    }
+    (side,) = read_sides(write_lines(tmp_path / "a.jsonl", [record]))
+    expected = RecordedSettings(temperature=0.7, top_p=0.9, min_p=0.1, dtype="float32")
+    assert side.sequences[0].settings == expected
+
+
 def test_slimes_kept_sets_and_experts_reach_their_tokens(tmp_path: Path) -> None:
     """Kept sets begin after the prompt, and the last token has no experts."""
     (sample,) = samples(1)
