@@ -419,6 +419,23 @@ def test_an_unfinished_step_is_refused(tmp_path: Path) -> None:
     assert rollout.notes[0] == "Not read, since they have no file STABLE: step_10."
 
 
+def test_of_a_folder_what_can_be_read_is_read(tmp_path: Path) -> None:
+    """Other files do not hinder it, whatever is in their names; the folder gives its name
+    whole."""
+    plain, steps = tmp_path / "run.json", tmp_path / "steps"
+    plain.mkdir()
+    write_plain(plain / "a.jsonl", samples(2))
+    write_prime_rl(steps / "step_1", samples(2))
+    for other in ("x.pt.gz", "x.jsonl.gz.zst", ".x.jsonl", "x.md"):
+        (plain / other).write_bytes(b"\x80")
+    for path in steps.rglob("rank_0.jsonl"):
+        path.with_name("rank_0.jsonl.bak").write_bytes(b"\x80")
+    for path in (plain, steps):
+        assert [len(side.sequences) for side in read_sides(path)] == [2, 2]
+    write_completions(plain / "a.jsonl", samples(2))
+    assert [side.name for side in read_sides(plain)] == ["run.json"]
+
+
 def test_left_padding_is_cut_by_its_mask(tmp_path: Path) -> None:
     """Rows begin and end where the attention mask does."""
     tensors = {
