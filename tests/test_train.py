@@ -791,6 +791,16 @@ def test_a_run_opens_with_early_ratios_paired_by_seed() -> None:
     assert len(words) == 2
 
 
+def test_runs_that_equal_the_golden_come_in_the_order_of_variants(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ["q", "a", "z", "c", "m", "b", "k", "d"]
+    for name in names:
+        monkeypatch.setitem(ROLES, name, {"role": "variant"})
+    words = early_sentence({name: {1: [0.0]} for name in names})
+    assert [sentence.partition(":")[0] for sentence in words] == names
+
+
 def test_without_a_null_a_run_says_the_first_step_alone() -> None:
     assert early_sentence({"flash": {1: [0.02, 0.04], 9: [0.5, 0.5]}}) == (
         "flash: its weights are 0.028 (0.02 to 0.04, 2 seeds) of their size off the "
