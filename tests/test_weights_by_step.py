@@ -417,6 +417,21 @@ def test_a_seed_within_chance_is_enough_not_to_stand_out() -> None:
     assert {s.stands_out for s in chance_comparisons(runs, rows + within)} == {False}
 
 
+def test_equal_runs_are_finite_on_both_sides() -> None:
+    """A run that equals the first where both are finite does not equal it elsewhere."""
+    runs = [
+        RunRecord(name="baseline", role="golden"), RunRecord(name="a", role="null_repeat")
+    ]  # fmt: skip
+    about = {"layer": "all", "kind": "all", "equal": 1.0}
+    equal = [row.model_copy(update=about) for row in cells({"a": 0.0})]
+    assert "a has baseline's weights at every step" in "".join(
+        answer_sentences(runs, equal, [], (1,))
+    )
+    for lost in ("nonfinite_of", "nonfinite_against"):
+        rows = [*equal[:-1], equal[-1].model_copy(update={lost: 3})]
+        assert list(answer_sentences(runs, rows, [], (1,))) == []
+
+
 # --- which runs -----------------------------------------------------------------------
 
 Run = Callable[..., tuple[int, str, str]]
