@@ -21,6 +21,7 @@ from scipy.stats import gmean, wasserstein_distance
 from numdev import report
 from numdev.errors import UsageError
 from numdev.report.io import with_digest
+from numdev.studies.training.weights import view
 from numdev.studies.training.weights.chance_comparison import (
     LIMITS,
     answer_sentences,
@@ -566,6 +567,8 @@ def test_what_was_not_kept_is_named(trained: Path, tmp_path: Path) -> None:
         "step 1, seed 0: not kept of baseline",
         "step 4, seed 1: not kept of flash",
     ]
+    titles = [getattr(node, "title", "") for node in view.blocks(result)]
+    assert titles.count("What could not be compared, or needs a word") == 1
     assert any(
         line.startswith("Missing in copy: step 1, seed 0")
         for line in result.summary.answer
