@@ -298,6 +298,15 @@ def test_rungs_in_the_wrong_order_are_one() -> None:
     assert distances == pytest.approx([1.0, 1.1, 2.0])
 
 
+@pytest.mark.parametrize(
+    ("distance", "end"), [(1.9, "below"), (2.0, "within"), (2.1, "above")]
+)
+def test_a_ladder_may_be_one_rung(distance: float, end: str) -> None:
+    """Where all distances are equal, or in the wrong order."""
+    for ladder in ({1.0: 2.0, 4.0: 2.0}, {1.0: 3.0, 4.0: 4 / 3}):
+        assert dose_of_distance(distance, ladder) == (pytest.approx(2.0), end)
+
+
 def dose_of(result: BoundsReport, variant: str, window: str) -> DoseReading:
     return next(d for d in result.doses if (d.variant, d.window) == (variant, window))
 

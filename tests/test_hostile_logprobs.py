@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hostile_logprobs import LEAST, hostile_files, packed_files, write_good
 from logprob_files import (
     Sample,
@@ -222,6 +223,23 @@ def test_a_field_of_another_type_is_not_left_out(
     )
     with pytest.raises(MeasurementError, match=says):
         sequences(record, with_value(record.fields, place, new))
+
+
+@pytest.mark.parametrize("rows", [np.array([[0.5, 1.7]]), torch.tensor([[True]])])
+def test_arrays_within_a_list_are_of_the_numbers_that_are_wanted(rows: Any) -> None:
+    """Fractions are not cut off, and true is no number, as where the array is the value
+    itself."""
+    record = FileRecord({}, "a.pt", ReadBudget(Path("a.pt"), 1 << 25))
+    says = r"a\.pt: routed_experts\[0\]: expected whole numbers, got an array of "
+    with pytest.raises(MeasurementError, match=says + "(float64|bool)"):
+        record.integers_of("routed_experts", [rows], 1, depth=3)
+    if rows.dtype == torch.bool:
+        with pytest.raises(MeasurementError, match="expected numbers, got an array of b"):
+            record.numbers_of("top_logprobs", [rows[0]], 1, depth=2)
+    whole = record.integers_of(
+        "routed_experts", [np.array([[3, 4]], np.uint8)], 1, depth=3
+    )
+    assert whole.tolist() == [[[3, 4]]]
 
 
 @pytest.mark.parametrize("package", ["pyarrow", "backports.zstd"])

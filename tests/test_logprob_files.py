@@ -250,6 +250,25 @@ def test_a_batch_file_has_the_request_and_the_response(tmp_path: Path) -> None:
     assert side.notes == ("2 of 2 log-probabilities are minus infinity.",)
 
 
+def test_settings_are_of_the_nearest_that_says_them(tmp_path: Path) -> None:
+    """The record before its sampling parameters, these before the request, that before
+    its own."""
+    choice = {"token_ids": [4], "logprobs": {"tokens": ["x"], "token_logprobs": [-1.0]}}
+    record = {
+        "dtype": "float32",
+        "sampling_params": {"top_p": 0.9, "dtype": "float16"},
+        "request": {
+            "temperature": 0.7,
+            "top_p": 0.8,
+            "sampling_params": {"temperature": 0.6, "min_p": 0.1},
+        },
+        "response": {"choices": [choice]},
+    }
+    (side,) = read_sides(write_lines(tmp_path / "a.jsonl", [record]))
+    expected = RecordedSettings(temperature=0.7, top_p=0.9, min_p=0.1, dtype="float32")
+    assert side.sequences[0].settings == expected
+
+
 def test_slimes_kept_sets_and_experts_reach_their_tokens(tmp_path: Path) -> None:
     """Kept sets begin after the prompt, and the last token has no experts."""
     (sample,) = samples(1)
@@ -398,6 +417,23 @@ def test_an_unfinished_step_is_refused(tmp_path: Path) -> None:
     rollout, _ = read_sides(tmp_path)
     assert len(rollout.sequences) == 2
     assert rollout.notes[0] == "Not read, since they have no file STABLE: step_10."
+
+
+def test_of_a_folder_what_can_be_read_is_read(tmp_path: Path) -> None:
+    """Other files do not hinder it, whatever is in their names; the folder gives its name
+    whole."""
+    plain, steps = tmp_path / "run.json", tmp_path / "steps"
+    plain.mkdir()
+    write_plain(plain / "a.jsonl", samples(2))
+    write_prime_rl(steps / "step_1", samples(2))
+    for other in ("x.pt.gz", "x.jsonl.gz.zst", ".x.jsonl", "x.md"):
+        (plain / other).write_bytes(b"\x80")
+    for path in steps.rglob("rank_0.jsonl"):
+        path.with_name("rank_0.jsonl.bak").write_bytes(b"\x80")
+    for path in (plain, steps):
+        assert [len(side.sequences) for side in read_sides(path)] == [2, 2]
+    write_completions(plain / "a.jsonl", samples(2))
+    assert [side.name for side in read_sides(plain)] == ["run.json"]
 
 
 def test_left_padding_is_cut_by_its_mask(tmp_path: Path) -> None:

@@ -171,8 +171,12 @@ def test_alternatives_that_both_sides_have() -> None:
     assert np.isnan(shared.x[0]).all()
     np.testing.assert_array_equal(shared.x[1], [-3.0, np.nan, np.nan])
     np.testing.assert_array_equal(shared.y[1], [-3.5, np.nan, np.nan])
-    none = joined(side("a", [plain]), side("b", [b])).pairs[0]
-    assert shared_alternatives(none) is None
+    empty = replace(
+        plain, top_ids=np.empty((2, 0), np.int64), top_logprobs=np.empty((2, 0))
+    )
+    for x, y in ((plain, b), (empty, b), (b, empty), (empty, empty)):
+        none = joined(side("a", [x]), side("b", [y])).pairs[0]
+        assert shared_alternatives(none) is None
 
 
 def test_slopes_and_constants_by_hand() -> None:

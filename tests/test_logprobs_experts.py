@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from numdev.config import logprobs_request
+from numdev.errors import MeasurementError
 from numdev.studies.logprobs.expert_routing import NotReplayed, count_other
 from numdev.studies.logprobs.records import RecordedSequence
 from numdev.studies.logprobs.report import LogprobsReport
@@ -157,6 +158,22 @@ def test_experts_of_another_model_are_not_replayed(
     report = report_of(mixtral, others)
     assert not report.summary.sides[0].causes
     assert words in report.plan.sides[0].untested[NAME]
+
+
+def test_a_model_that_fails_while_it_chooses_is_named(mixtral: Mixtral) -> None:
+    """As one that fails with the experts chosen: in one line, and not as experts that do
+    not fit."""
+
+    def fail(*_: object) -> None:
+        raise ValueError("no room")
+
+    layer = mixtral.exact._subject("float64", "sdpa").wide.model.layers[0]
+    hook = layer.register_forward_pre_hook(fail)
+    try:
+        with pytest.raises(MeasurementError, match=r"failed on the tokens: .*no room"):
+            mixtral.exact.routing(np.array([3, 5, 7]), 2)
+    finally:
+        hook.remove()
 
 
 def test_experts_of_layers_without_a_router_are_left_out(tmp_path: Path) -> None:

@@ -262,8 +262,9 @@ def test_masses_are_those_of_the_supports_tried() -> None:
     pairs = [logprobs[i, [int(ids[i + 1]), 7]].logsumexp(0).item() for i in range(5)]
     assert values.recorded_mass is not None
     assert values.recorded_mass[1:] == pytest.approx(pairs, abs=1e-12)
-    with pytest.raises(UsageError, match=r"expected 0\.25 to 4"):
-        values.at_temperature(0.1)
+    for other in (0.1, 0.0):
+        with pytest.raises(UsageError, match=r"expected 0\.25 to 4"):
+            values.at_temperature(other)
 
 
 def test_a_large_model_is_in_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:

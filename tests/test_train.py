@@ -336,6 +336,29 @@ def test_outputs_are_what_numpy_says() -> None:
     assert (lost.nonfinite, lost.floors, lost.nulls["slope"]) == (1, None, "not finite")
 
 
+@pytest.mark.parametrize(
+    ("golden", "truth", "nulls"),
+    [
+        (math.nan, 1.0, {"from_golden"}),
+        (math.inf, 1.0, {"from_golden"}),
+        (1.0, math.nan, {"floors", "bias", "slope"}),
+    ],
+)
+def test_what_a_number_is_made_of_may_not_be_finite(
+    golden: float, truth: float, nulls: set[str]
+) -> None:
+    """The golden run's output, or the exact one: what needs it is null, and says why."""
+    out = torch.full((1, 1, 2, 4), 1.02, dtype=torch.bfloat16)
+    base, exact = (
+        torch.full_like(out, golden),
+        torch.full_like(out, truth).double() + 0.001,
+    )
+    row = output_row([out], [base], [exact], 0, "v")
+    assert row.nulls == dict.fromkeys(nulls, "not finite")
+    numbers = row.model_dump(include={"floors", "from_golden", "bias", "slope"})
+    assert {name for name, x in numbers.items() if x is None} == nulls
+
+
 def test_what_is_at_the_output_is_recorded(tmp_path: Path) -> None:
     """Of runs whose attention computes something else from the golden run's q, k and v; a
     re-rounding lies as many floors from the golden run's as it claims."""
@@ -766,6 +789,16 @@ def test_a_run_opens_with_early_ratios_paired_by_seed() -> None:
         "null: re-rounded at 16: its weights are 3.00 times (3.00 to 3.00, "
     )
     assert len(words) == 2
+
+
+def test_runs_that_equal_the_golden_come_in_the_order_of_variants(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ["q", "a", "z", "c", "m", "b", "k", "d"]
+    for name in names:
+        monkeypatch.setitem(ROLES, name, {"role": "variant"})
+    words = early_sentence({name: {1: [0.0]} for name in names})
+    assert [sentence.partition(":")[0] for sentence in words] == names
 
 
 def test_without_a_null_a_run_says_the_first_step_alone() -> None:

@@ -21,6 +21,7 @@ from scipy.stats import gmean, wasserstein_distance
 from numdev import report
 from numdev.errors import UsageError
 from numdev.report.io import with_digest
+from numdev.studies.training.weights import view
 from numdev.studies.training.weights.chance_comparison import (
     LIMITS,
     answer_sentences,
@@ -417,6 +418,21 @@ def test_a_seed_within_chance_is_enough_not_to_stand_out() -> None:
     assert {s.stands_out for s in chance_comparisons(runs, rows + within)} == {False}
 
 
+def test_equal_runs_are_finite_on_both_sides() -> None:
+    """A run that equals the first where both are finite does not equal it elsewhere."""
+    runs = [
+        RunRecord(name="baseline", role="golden"), RunRecord(name="a", role="null_repeat")
+    ]  # fmt: skip
+    about = {"layer": "all", "kind": "all", "equal": 1.0}
+    equal = [row.model_copy(update=about) for row in cells({"a": 0.0})]
+    assert "a has baseline's weights at every step" in "".join(
+        answer_sentences(runs, equal, [], (1,))
+    )
+    for lost in ("nonfinite_of", "nonfinite_against"):
+        rows = [*equal[:-1], equal[-1].model_copy(update={lost: 3})]
+        assert list(answer_sentences(runs, rows, [], (1,))) == []
+
+
 # --- which runs -----------------------------------------------------------------------
 
 Run = Callable[..., tuple[int, str, str]]
@@ -551,6 +567,8 @@ def test_what_was_not_kept_is_named(trained: Path, tmp_path: Path) -> None:
         "step 1, seed 0: not kept of baseline",
         "step 4, seed 1: not kept of flash",
     ]
+    titles = [getattr(node, "title", "") for node in view.blocks(result)]
+    assert titles.count("What could not be compared, or needs a word") == 1
     assert any(
         line.startswith("Missing in copy: step 1, seed 0")
         for line in result.summary.answer

@@ -25,7 +25,7 @@ from numdev.studies.logprobs.lazy_sequences import Mapped, Storing
 from numdev.studies.logprobs.report import CauseRow
 
 # Sequences held to their temperature over another number
-AtTemperature = Callable[[Sequence[Observed], float], Sequence[Observed]]
+DivideTemperature = Callable[[Sequence[Observed], float], Sequence[Observed]]
 MOST_CAUSES = 4  # undone one after the other
 MOST_TRIED = 3  # undone on trial, to see what they hide
 
@@ -37,11 +37,11 @@ class CauseSearch:
 
     def __init__(
         self, side: str, sequences: Iterable[Observed],
-        at_temperature: AtTemperature | None = None, stored: Storing = list,
+        divide_temperature: DivideTemperature | None = None, stored: Storing = list,
     ) -> None:  # fmt: skip
         self.side, self.stored = side, stored
         self.sequences: Sequence[Observed] = stored(sequences)
-        self.at_temperature = at_temperature
+        self.divide_temperature = divide_temperature
         self.errors: Sequence[np.ndarray] = stored(seen.errors for seen in self.sequences)
         self.scale = 1.0  # by which causes undone so far multiply the format's errors
         self.rows: list[CauseRow] = []
@@ -212,8 +212,8 @@ class CauseSearch:
     def _is_held_to(self, kind: CauseKind) -> bool:
         """Whether the cause `kind` is undone by holding the side to it, not by its
         effect: a temperature, where the search has a function for that
-        (`at_temperature`)."""
-        return kind.name == "temperature" and self.at_temperature is not None
+        (`divide_temperature`)."""
+        return kind.name == "temperature" and self.divide_temperature is not None
 
     def _undo(self, kind: CauseKind, effects: Effects) -> None:
         """Undoes the cause `kind`, which has these `effects`, and counts it in `stage`.
@@ -230,8 +230,8 @@ class CauseSearch:
         (`_is_held_to`) by that, from here on; any other by taking its `effects` off. A
         token that has no value then counts no more."""
         if self._is_held_to(kind):
-            assert self.at_temperature is not None
-            self.sequences = self.at_temperature(self.sequences, effects.scale)
+            assert self.divide_temperature is not None
+            self.sequences = self.divide_temperature(self.sequences, effects.scale)
             self.errors = self.stored(
                 np.where(np.isnan(d), np.nan, seen.values - seen.reference)
                 for seen, d in zip(self.sequences, self.errors, strict=True)

@@ -153,17 +153,14 @@ def _unwrapped(record: FileRecord) -> tuple[FileRecord, FileRecord | None]:
 
 def _settings(record: FileRecord, request: FileRecord | None) -> RecordedSettings:
     """Returns the settings in a record by numdev's names. What the record does not say
-    comes from its `sampling_params`, where it has some. Else it comes from the request,
-    then from the request's `sampling_params`. Raises MeasurementError for a setting of
-    another type or range."""
-    settings = settings_of(record)
-    for asked in (request, record):
-        if asked is None:
-            continue
-        settings = settings_of(record, settings_of(asked, settings))
-        if asked.has("sampling_params"):
-            asked_for = settings_of(asked.part("sampling_params"))
-            settings = settings_of(record, settings_of(asked, asked_for))
+    comes from its `sampling_params`, then from the request, then from the request's
+    `sampling_params`. Raises MeasurementError for a setting of another type or range."""
+    settings = RecordedSettings()
+    for says in (request, record):
+        if says is not None:
+            if says.has("sampling_params"):
+                settings = settings_of(says.part("sampling_params"), settings)
+            settings = settings_of(says, settings)
     return settings
 
 

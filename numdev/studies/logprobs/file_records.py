@@ -190,16 +190,13 @@ class FileRecord:
         """Returns `value`, a list, array or tensor that stands under `name`, as int64 of
         `depth` dimensions, of which the first has `length` (None: no matter). Raises
         MeasurementError for other shapes, for numbers below `least` or above `most`, and
-        for what is no integer: 3.0, true and NaN; but in arrays within a list fractions
-        are cut off. An array may be the value itself, not a copy."""
+        for what is no integer: 3.0, true and NaN. An array may be the value itself, not a
+        copy."""
         if isinstance(value, list | tuple):
             x = self._array(name, value, np.int64, frozenset([int]), depth)
         else:
             x = self._numpy(name, value, depth)
-            if x.dtype.kind == "f" and x.size and np.isnan(x).any():
-                raise self.error(name, "whole numbers", "NaN or null")
-            if x.dtype.kind not in "iu" and x.size:
-                raise self.error(name, "whole numbers", f"an array of {x.dtype}")
+            self._check_kind(name, x, np.int64)
         self._check_length(name, x, length)
         if x.size and not (least <= x.min() and x.max() <= most):
             at = int(np.argmax((x < least) | (x > most)))
@@ -229,8 +226,7 @@ class FileRecord:
             x = self._array(name, value, np.float64, REALS, depth)
         else:
             x = self._numpy(name, value, depth)
-            if x.dtype.kind not in "fiu" and x.size:
-                raise self.error(name, "numbers", f"an array of {x.dtype}")
+            self._check_kind(name, x, np.float64)
         self._check_length(name, x, length)
         x = x.astype(np.float64, copy=False)
         # The largest alone would be NaN where one value is.
@@ -296,18 +292,19 @@ class FileRecord:
         depth: int,
     ) -> np.ndarray:
         """Returns lists of lists, or arrays, as one array of `depth` (2 or more)
-        dimensions. Lists come in `dtype`, and have elements of `types`; arrays come in a
-        dtype that holds all of theirs. An empty list gives an array without elements.
-        Raises MeasurementError where the rows are not of one size or depth, for other
-        elements, and beyond the budget."""
+        dimensions. Lists come in `dtype`, and have elements of `types`; arrays, which
+        have numbers of `dtype`'s kind, come in a dtype that holds all of theirs. An empty
+        list gives an array without elements. Raises MeasurementError where the rows are
+        not of one size or depth, for other elements, and beyond the budget."""
         if not values:
             return np.empty((0,) * depth, dtype)
         if not all(isinstance(row, list | tuple) for row in values):
             rows = [
                 self._numpy(f"{name}[{i}]", x, depth - 1) for i, x in enumerate(values)
             ]
-            sizes = [list(row.shape) for row in rows]
-            self._check_same(name, sizes)
+            for i, row in enumerate(rows):
+                self._check_kind(f"{name}[{i}]", row, dtype)
+            self._check_same(name, [list(row.shape) for row in rows])
             return np.stack(rows)
         lists = cast(Sequence[Sequence[object]], values)
         self._check_same(name, [len(row) for row in lists])
@@ -316,6 +313,18 @@ class FileRecord:
             name, list(chain.from_iterable(lists)), dtype, types, depth - 1
         )
         return flat.reshape(len(lists), len(lists[0]), *flat.shape[1:])
+
+    def _check_kind(self, name: str, x: np.ndarray, dtype: type[np.generic]) -> None:
+        """Raises MeasurementError unless the dtype of an array is of whole numbers, or,
+        where `dtype` is not np.int64, of numbers; bools are neither. Nothing is raised
+        for an array without elements."""
+        wanted, kinds = "numbers", "fiu"
+        if dtype is np.int64:
+            wanted, kinds = "whole numbers", "iu"
+        if x.size and x.dtype.kind not in kinds:
+            has_nan = x.dtype.kind == "f" and np.isnan(x).any()
+            got = "NaN or null" if has_nan else f"an array of {x.dtype}"
+            raise self.error(name, wanted, got)
 
     def _check_same(self, name: str, sizes: Sequence[object]) -> None:
         """Raises MeasurementError for the first row of an array whose size is not that of

@@ -29,12 +29,15 @@ class Alternatives(NamedTuple):
 
 def shared_alternatives(pair: SequencePair) -> Alternatives | None:
     """Returns the alternatives of the shared tokens of a pair, [m, k], as the second side
-    has them; None where a side recorded none. NaN where an alternative is the token
-    itself, is not among the first side's, or has no finite value on both."""
+    has them. None where a side recorded none: it has no such field, or no position has
+    room for one (k of 0). NaN where an alternative is the token itself, is not among the
+    first side's, or has no finite value on both."""
     a, b = pair.a, pair.b
     if a.top_ids is None or a.top_logprobs is None:
         return None
     if b.top_ids is None or b.top_logprobs is None:
+        return None
+    if not (a.top_ids.shape[1] and b.top_ids.shape[1]):
         return None
     ids_a, ids_b = a.top_ids[pair.at_a], b.top_ids[pair.at_b]
     same = (ids_b[:, :, None] == ids_a[:, None, :]) & (ids_b != NO_TOKEN)[:, :, None]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -158,9 +159,9 @@ def _files_of(path: Path) -> tuple[list[Path], tuple[str, ...]]:
             raise UsageError(f"{path}: expected a file or a folder, got neither")
         return [path], ()
     steps = [step for step in _in_order(path.glob("step_*")) if step.is_dir()]
-    folders = [path] if any(path.glob("rank_*.jsonl*")) else steps
+    folders = [path] if _rank_files(path) else steps
     if not folders:
-        files = [file for file in _in_order(path.iterdir()) if _is_readable(file)]
+        files = [x for x in _in_order(path.iterdir()) if _is_readable(x) and x.is_file()]
         if not files:
             raise UsageError(f"{path}: expected a file {', '.join(SUFFIXES)}, got none")
         return files, ()
@@ -169,19 +170,24 @@ def _files_of(path: Path) -> tuple[list[Path], tuple[str, ...]]:
         what = f"{path}: expected a file {STABLE}, which marks a step as whole, got none"
         hint = "give the files by name to read them nonetheless"
         raise MeasurementError(what, hint=hint)
-    files = [file for folder in whole for file in _in_order(folder.glob("rank_*.jsonl*"))]
+    files = [file for folder in whole for file in _rank_files(folder)]
     left_out = [folder.name for folder in folders if folder not in whole]
     note = f"Not read, since they have no file {STABLE}: {_listed(left_out)}."
     return files, ((note,) if left_out else ())
 
 
+def _rank_files(folder: Path) -> list[Path]:
+    """Returns the files of prime-rl in a folder that have a suffix that can be read, in
+    their order."""
+    return [x for x in _in_order(folder.glob("rank_*.jsonl*")) if _is_readable(x)]
+
+
 def _is_readable(path: Path) -> bool:
-    """Whether a path is a file whose suffix, in any case, is one of SUFFIXES, perhaps
-    with one of PACKED behind it, and whose name does not begin with a dot."""
-    name = path.name.lower()
-    for packed in PACKED:
-        name = name.removesuffix(packed)
-    return path.is_file() and name.endswith(SUFFIXES) and not name.startswith(".")
+    """Whether a path has a suffix that can be read, as `suffix_of` says, and a name that
+    does not begin with a dot."""
+    with suppress(UsageError):
+        return bool(suffix_of(path)) and not path.name.startswith(".")
+    return False
 
 
 def _in_order(paths: Iterable[Path]) -> list[Path]:
@@ -196,10 +202,12 @@ def _in_order(paths: Iterable[Path]) -> list[Path]:
 
 
 def _stem(path: Path) -> str:
-    """Returns the name of a file or folder, of a link what it leads to, without the
-    suffixes PACKED and SUFFIXES, in small letters: `v1.2.jsonl.gz` is `v1.2`."""
-    name = path.resolve().name
-    for suffix in (*PACKED, *SUFFIXES):
+    """Returns the name of a file or folder, of a link what it leads to. That of a file is
+    without the suffixes PACKED and SUFFIXES, in small letters: `v1.2.jsonl.gz` is
+    `v1.2`."""
+    path = path.resolve()
+    name = path.name
+    for suffix in (*PACKED, *SUFFIXES) if path.is_file() else ():
         name = name.removesuffix(suffix)
     return name
 

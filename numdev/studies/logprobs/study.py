@@ -418,7 +418,7 @@ class LogprobsStudy:
         of could not be looked for. What a model must be run for is tried only where the
         side is not at its prediction."""
         untested: dict[str, str] = {}
-        search = CauseSearch(side, sequences, self.at_temperature)
+        search = CauseSearch(side, sequences, self.divide_temperature)
         if not sequences:
             return search, dict.fromkeys(causes.KINDS, NO_TOKENS)
         search.undo_all([kind for kind in causes.SIDE_CAUSES if kind.stage == 0])
@@ -439,7 +439,7 @@ class LogprobsStudy:
             untested.setdefault(name, NEEDS.get(name, "it could not be tried"))
         return search, dict(sorted(untested.items()))
 
-    def at_temperature(
+    def divide_temperature(
         self, sequences: Sequence[Observed], beta: float
     ) -> list[Observed]:
         """Returns sequences held to their temperature over `beta`, rounded to three

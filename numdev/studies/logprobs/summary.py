@@ -175,14 +175,15 @@ def named_causes(rows: Sequence[CauseRow], side: str) -> Iterator[NamedCause]:
                 words=words.format(dose=dose),
                 share=1 - 1 / decision.cut,
                 slope=decision.slope,
-                left=_left(of_cause, by_size=kind.is_size or kind.in_part),
+                left=_explained_ratio(of_cause, by_size=kind.is_size or kind.in_part),
             )
 
 
-def _left(rows: Sequence[CauseRow], *, by_size: bool) -> float | None:
-    """Returns the rms error over the predicted one that undoing a cause leaves. With
-    `by_size` it is the rms error as it is over the one predicted with the cause's size.
-    None where nothing is predicted."""
+def _explained_ratio(rows: Sequence[CauseRow], *, by_size: bool) -> float | None:
+    """Returns the rms error over the predicted one, a cause accounted for: what undoing
+    it leaves, over what is predicted then. With `by_size` it is the rms error as it is
+    over the one predicted with the cause's size. None where nothing is predicted with the
+    cause undone."""
     names = ("before", "after", "effect", "noise", "noise_left")
     before, after, effect, noise, noise_left = (
         math.fsum(getattr(row, name) for row in rows) for name in names

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -35,6 +36,7 @@ from numdev.studies.effects.output_error import outputs_by_name
 from numdev.studies.effects.rounding_sites import SITES
 from numdev.studies.logprobs.expert_routing import (
     Choice,
+    NotReplayed,
     RouterCalls,
     Routing,
     routing_of,
@@ -143,8 +145,8 @@ class ExactValues:
     def at_temperature(self, temperature: float) -> np.ndarray:
         """Returns the log-probability of each token, float64 [n], among all tokens at a
         temperature from 0.25 to 4. It is interpolated, to about 3e-6. Raises UsageError
-        for another temperature, ZeroDivisionError for 0."""
-        if not HOTTEST <= 1 / temperature <= COLDEST:
+        for another temperature."""
+        if not 1 / COLDEST <= temperature <= 1 / HOTTEST:
             raise UsageError(
                 f"temperature: expected 0.25 to 4 to be tried, got {temperature:g}"
             )
@@ -274,16 +276,14 @@ class ExactModel:
         """Returns the experts that the exact model chooses for token ids, int64 [n], `k`
         for each token in a layer. Computed once for the same ids and `k`. Raises
         NotReplayed where no layer chooses so many, and where layers have different
-        numbers of experts."""
+        numbers of experts; MeasurementError where the model fails."""
         key = token_ids.tobytes(), k
         if key not in self._routings:
-            subject = self._subject(FP64, "sdpa")
-
-            def run() -> object:
-                """Returns the model's answer to the token ids."""
-                return subject.run_exactly(_inputs(token_ids))
-
-            self._routings[key] = routing_of(subject.wide, run, len(token_ids), k)
+            name = type(self.source.model).__name__
+            with naming(name, "failed on the tokens", "", passing=NotReplayed):
+                subject = self._subject(FP64, "sdpa")
+                run = partial(subject.run_exactly, _inputs(token_ids))
+                self._routings[key] = routing_of(subject.wide, run, len(token_ids), k)
         return self._routings[key]
 
     def forced_experts(
@@ -291,7 +291,8 @@ class ExactModel:
     ) -> dict[Choice, np.ndarray]:
         """Returns the experts that each layer is to take for token ids, by the layer's
         choice, int64 [n, k] each; empty where `experts` is None. `experts`: recorded
-        ones, int64 [n, layers, k]. Raises NotReplayed where they do not fit the model."""
+        ones, int64 [n, layers, k]. Raises NotReplayed where they do not fit the model,
+        MeasurementError where the model fails."""
         if experts is None:
             return {}
         routing = self.routing(token_ids, experts.shape[2])
@@ -619,7 +620,7 @@ def _experts_of(sequence: RecordedSequence, part: slice) -> np.ndarray:
 def other_experts(model: ExactModel, sequence: RecordedSequence) -> tuple[int, int]:
     """Returns how many of the experts that a sequence recorded the exact model does not
     choose for their token, and how many it recorded. The sequence has experts. Raises
-    NotReplayed where they do not fit the model."""
+    NotReplayed where they do not fit the model, MeasurementError where it fails."""
     other = every = 0
     for part in segments_of(sequence):
         experts = _experts_of(sequence, part)

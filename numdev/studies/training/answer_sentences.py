@@ -86,11 +86,11 @@ class RunDistance(NamedTuple):
 
 def _distances(run: TrainReport) -> Iterator[RunDistance]:
     """Yields for each label how far its weights are from the golden run's. Labels with
-    equal weights come first, in any order. For the others, where runs are re-rounded at a
-    dose of PAIR[0], it is the ratio to the re-rounding at early steps. Where no run is
-    re-rounded so, it is the distance at the first step that has one. Nothing for the
-    golden run, nor for a label without such numbers; nor for the re-rounding itself,
-    unless its weights are equal."""
+    equal weights come first, both in the order of the variants. For the others, where
+    runs are re-rounded at a dose of PAIR[0], it is the ratio to the re-rounding at early
+    steps. Where no run is re-rounded so, it is the distance at the first step that has
+    one. Nothing for the golden run, nor for a label without such numbers; nor for the
+    re-rounding itself, unless its weights are equal."""
     weights = [d for d in run.distances if d.of == "weights" and d.step > 0]
     labels: dict[str, list[str]] = {}
     for v in run.variants:
@@ -100,7 +100,7 @@ def _distances(run: TrainReport) -> Iterator[RunDistance]:
         label: [d for d in weights if d.variant in names]
         for label, names in labels.items()
     }
-    same = {label for label, rows in by_label.items() if _are_equal(rows)}
+    same = [label for label, rows in by_label.items() if _are_equal(rows)]
     for label in same:
         short = f"{label} has the golden run's weights, bit for bit"
         yield RunDistance(label, SAME.format(label=label), short)

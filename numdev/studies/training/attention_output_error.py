@@ -80,10 +80,10 @@ def output_row(
 ) -> AttentionOutputRow:
     """Returns the errors of a variant's outputs over all calls together, in fp64, but
     `sharp`, which stays None. Every number is None where an element of `outs` is not
-    finite; one whose denominator is 0 is None too, and `nulls` has the reason. `outs`,
-    `base`, `truths`: for each call the variant's output, the golden run's, and the exact
-    one, [batch, heads, length, head_dim] each; the first two in one format. Raises
-    ValidationError where `outs` is finite and one of the others is not."""
+    finite. So is one that comes out as NaN or infinity, since an element of `base` or
+    `truths` is not finite, and one whose denominator is 0. `nulls` has the reason.
+    `outs`, `base`, `truths`: for each call the variant's output, the golden run's, and
+    the exact one, [batch, heads, length, head_dim] each; the first two in one format."""
     sums = torch.zeros(8, dtype=torch.float64)
     elements = nonfinite = 0
     for out, golden, truth in zip(outs, base, truths, strict=True):
@@ -111,10 +111,13 @@ def output_row(
         "bias": away / ulps if ulps else None,
         "slope": along / squares if squares else None,
     }
-    if nonfinite:
-        values = dict.fromkeys(values)
-    why = "not finite" if nonfinite else "the floor has no error"
-    nulls = {name: why for name, value in values.items() if value is None}
+    nulls = {}
+    for name, value in values.items():
+        if nonfinite or (value is not None and not math.isfinite(value)):
+            nulls[name] = "not finite"
+        elif value is None:
+            nulls[name] = "the floor has no error"
+    values |= dict.fromkeys(nulls)
     return AttentionOutputRow(
         seed=seed,
         variant=variant,

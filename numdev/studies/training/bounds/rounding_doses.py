@@ -305,13 +305,15 @@ def _lowest_and_highest(ladders: Iterable[Mapping[float, float]]) -> tuple[float
 def dose_of_distance(distance: float, ladder: Mapping[float, float]) -> tuple[float, End]:
     """Returns the strength at which a ladder has this distance, and where that lies:
     `within` the ladder, or `below` or `above` it. There it is the strength of the lowest
-    or highest rung, after rungs in the wrong order were merged (`in_order`). `ladder`:
-    distance by strength, two strengths or more; all numbers above 0. Raises ValueError
-    where all rungs merge into one that has exactly this distance."""
+    or highest rung, after rungs in the wrong order were merged (`in_order`); so it is of
+    the only rung, where all merge into one. `ladder`: distance by strength, one strength
+    or more; all numbers above 0."""
     strengths, distances = in_order(ladder)
     if distance < distances[0] or distance > distances[-1]:
         below = distance < distances[0]
         return (strengths[0], "below") if below else (strengths[-1], "above")
+    if len(strengths) == 1:
+        return strengths[0], "within"
     # Half a second that others need not wait for
     from scipy.interpolate import PchipInterpolator
 

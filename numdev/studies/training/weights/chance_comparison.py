@@ -253,11 +253,10 @@ def _role_order(run: RunRecord) -> int:
 
 
 def _equals_first_run(run: RunRecord, cells: Iterable[WeightsCell]) -> bool:
-    """Whether, at every step and seed, a run's elements are finite and equal the first
-    run's, where that is finite. False without a cell, and where all weights are 0 in
-    both."""
+    """Whether, at every step and seed, the elements of a run and of the first run are
+    finite and equal. False without a cell, and where all weights are 0 in both."""
     of_run = [c for c in cells if c.of == run.name and c.layer == ALL and c.kind == ALL]
-    return bool(of_run) and all(c.equal == 1 and not c.nonfinite_of for c in of_run)
+    return bool(of_run) and all(c.is_equal for c in of_run)
 
 
 T = TypeVar("T", WeightsCell, ChanceComparison)

@@ -41,6 +41,12 @@ class WeightNumbers(Record):
     float8_e4m3fn_times: float | None
     nulls: dict[str, str] = Field(default_factory=dict)  # number to the reason it is null
 
+    @property
+    def is_equal(self) -> bool:
+        """Whether every element is finite and equal in both sets; False for tensors that
+        are 0 throughout in both, which have no `equal`."""
+        return self.equal == 1 and not (self.nonfinite_of or self.nonfinite_against)
+
     def multiple_of_cast(self, format: str) -> float | None:
         """Returns the mean difference over the mean change that a cast of `against` to
         `format` would make; None where the cast changes nothing, or the number is

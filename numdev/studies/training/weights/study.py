@@ -308,7 +308,7 @@ def group_fields(measured: Sequence[Measured]) -> Fields:
         "against": rows[0].against,
         **tensor_pairs.row_numbers(sums, "mean_w1"),
         "tensors": len(rows),
-        "identical": sum(map(_is_identical, rows)),
+        "identical": sum(row.is_equal for row in rows),
         "zeros": sum(row.zero for row in rows),
         "max_tensor": most_changed,
         "yardstick": cast,
@@ -327,12 +327,6 @@ def _coarser_cast(rows: Sequence[records.TensorRow]) -> str | None:
         if 2 * sum(precision < p for p in stored) > len(rows):
             return name
     return None
-
-
-def _is_identical(row: records.TensorRow) -> bool:
-    """Whether a tensor is finite and equal in both sets; False for one that is 0
-    throughout in both, which has no `equal`."""
-    return row.equal == 1 and not (row.nonfinite_of or row.nonfinite_against)
 
 
 def _answer_sentences(

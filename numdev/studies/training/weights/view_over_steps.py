@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from numdev.grouping import grouped
 from numdev.report import document as doc
-from numdev.report.document import PAGE, TEXT, Cell, Column
+from numdev.report.document import PAGE, Cell, Column
 from numdev.report.number_text import NONE, percent, ratio, si
 from numdev.studies.training.bounds.report import FEWEST_SEEDS
 from numdev.studies.training.weights.chance_comparison import (
@@ -52,8 +52,8 @@ LEGEND = (
 
 def blocks(report: WeightsReport) -> Iterator[doc.Node]:
     """Yields what is shown below the answer: for each run the first ON_PAGE tables by
-    step, then quantiles, remarks, a legend, and, on the page alone and where the summary
-    has an axis, the figures."""
+    step, then quantiles, a legend, and, on the page alone and where the summary has an
+    axis, the figures."""
     for of_run in grouped(report.standings, lambda s: s.variant).values():
         yield doc.TableChoice(tuple(_tables_by_step(of_run, report.early))[:ON_PAGE])
     yield from _quantile_tables(report)
@@ -113,19 +113,12 @@ def _place_cells(
 
 
 def _quantile_tables(report: WeightsReport) -> Iterator[doc.Node]:
-    """Yields a table of the quantiles of each tensor that has some, then the table of the
-    remarks."""
+    """Yields a table of the quantiles of each tensor that has some."""
     tensors = grouped(report.quantiles, lambda q: (q.variant, q.step, q.seed, q.tensor))
     for (variant, step, seed, tensor), rows in tensors.items():
         title = f"Quantiles of {tensor}, {variant} at step {step}, seed {seed}"
         columns = ["quantile", report.runs[0].name, "shift", "of nulls"]
         yield doc.table(columns, map(_quantile_cells, rows), title=title)
-    yield doc.text_table(
-        ("weights", "tensor", "", ""),
-        ((r.source, r.tensor or NONE, r.what, r.words) for r in report.remarks),
-        title="What could not be compared, or needs a word",
-        only=TEXT,
-    )
 
 
 def _quantile_cells(row: QuantileRow) -> Iterator[str]:
