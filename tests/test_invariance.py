@@ -321,9 +321,10 @@ def test_headline_table_and_answer_are_of_one_call() -> None:
     rows = rows_along("padding", small, {**MOVED, "floor_ratio": 0.0174, "repeats": True})
     report = stored(*rows, axes=("padding",), models=())
     answers = list(answers_of_rows(rows, ()))
-    assert answers_clause(answers).text == "bit-identical: none; NOT: padding"
+    clause = answers_clause(answers)
+    assert clause.text == "bit-identical: none; NOT: padding"
     sizes = "Differences over the floor's error: padding 0.017×."
-    assert details_clause(answers) == sizes
+    assert details_clause(answers, clause.named) == sizes
     [line] = verdict.answer_sentences(rows)
     name = rows[0].case
     assert line == (
@@ -375,6 +376,40 @@ def test_a_clause_of_answers_is_short(same: int) -> None:
     assert len(verdict_line.split()) <= WORDS
     others = sum(map(int, re.findall(r"and (\d+) others", text)))
     assert len(named) + others == len(VARIANTS)
+
+
+def test_every_axis_of_a_kernel_that_passed_is_named() -> None:
+    """In its clause, or in the details: a clause with longer words names fewer."""
+    moved_along = ("decode", "lengths", "longer", "mask")
+    rows = [
+        row
+        for axis in VARIANTS
+        for row in rows_along(axis, MOVED if axis in moved_along else {})
+    ]
+    report = stored(*rows, axes=tuple(VARIANTS), models=())
+    required = report.model_copy(update={"request": {"require": ["batch"]}})
+    judged = [that_was_tested(report, f"{axis} rounding") for axis in moved_along]
+    line, details = verdict.passing(required, judged)
+    assert line == (
+        "bit-identical: batch (required) and 17 others; "
+        "rounding only (allowed): decode and 3 others"
+    )
+    named = set(re.findall(r"[\w-]+", f"{line} {details}"))
+    assert set(VARIANTS) <= named
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ([{"floor_ratio": None}], "in out, whose floor has no error"),
+    ([{"floor_ratio": None}, {}], "2.00×"),
+    ([{"floor_ratio": None, "tensor": "lse"}], "in the log-sum-exp alone"),
+])  # fmt: skip
+def test_a_change_without_a_size_says_of_which_tensor(
+    changes: list[dict[str, Any]], words: str
+) -> None:
+    """The floor of a result that its format holds as it is has no error."""
+    rows = rows_along("batch", *({**MOVED, **change} for change in changes))
+    [answer] = answers_of_rows(rows, ())
+    assert answer.change_in_words == words
 
 
 def test_an_axis_that_is_required_decides(tmp_path, capsys, monkeypatch) -> None:

@@ -64,8 +64,8 @@ class AxisAnswer(NamedTuple):
     moved: int = 0  # those of them in which some tensor has other bits
     part: str = ""  # what of the axis was left out, as a clause; empty where nothing
     change: float | None = None
-    """The largest rms difference of a tensor but the log-sum-exp, over the floor's error;
-    None where only the log-sum-exp differs, or nothing."""
+    """The largest rms difference of a tensor but the log-sum-exp, over the floor's error.
+    None where no such tensor differs, or the floor has no error in any that does."""
     tensors: tuple[str, ...] = ()  # those that differ
     sized: bool = True  # whether its change is over the floor's error; not a model's
     nonfinite: bool = False  # whether an element is NaN or infinite in one form alone
@@ -75,16 +75,18 @@ class AxisAnswer(NamedTuple):
     def change_in_words(self) -> str:
         """Returns how far the kernel changes: `0.012×` as a multiple of the floor's
         error, `0.012× in dq, dk` where the output stays, `NaN` where an element is not
-        finite in one form alone. It is `in the log-sum-exp alone` where `change` is None.
-        Empty where the kernel does not change, or was not tried, and without a size
-        (`sized`)."""
+        finite in one form alone. Where `change` is None it is `in out, whose floor has no
+        error`, or `in the log-sum-exp alone`. Empty where the kernel does not change, or
+        was not tried, and without a size (`sized`)."""
         if self.answer in ("same", "not tried") or not self.sized:
             return ""
         if self.nonfinite:
             return "NaN"
+        sized = joined_tensors(self.tensors)
         if self.change is None:
-            return "in the log-sum-exp alone"
-        of = "" if "out" in self.tensors else f" in {joined_tensors(self.tensors)}"
+            where = f"{sized}, whose floor has no error" if sized else ""
+            return f"in {where or 'the log-sum-exp alone'}"
+        of = "" if "out" in self.tensors else f" in {sized}"
         return f"{ratio(self.change)}×{of}"
 
 
@@ -122,8 +124,7 @@ def _answer(
         reason = next((row.reason for row in rows if row.reason), "no call was made so")
         return AxisAnswer(kernel, fmt, axis, "not tried", reason=reason)
     moved = [row for row in ok if not row.same]
-    sized = [row for row in moved if row.tensor != "lse"]
-    worst = largest_change(sized) if sized else None
+    ratios = (row.floor_ratio for row in moved if row.tensor != "lse")
     answer: Answer = "exceeds" if exceeds else "differs" if moved else "same"
     calls, changed = (len({(r.case, r.variant) for r in part}) for part in (ok, moved))
     return AxisAnswer(
@@ -134,7 +135,7 @@ def _answer(
         calls=calls,
         moved=changed,
         part=untried_part_clause(rows, axis),
-        change=worst.floor_ratio if worst else None,
+        change=max((x for x in ratios if x is not None), default=None),
         tensors=tuple(dict.fromkeys(row.tensor for row in moved)),
         nonfinite=any(row.nonfinite for row in moved),
     )
@@ -214,13 +215,14 @@ def _first_names(names: Sequence[str], count: int) -> tuple[str, int]:
     return f"{', '.join(names[:count])} and {len(names) - count} others", count
 
 
-def details_clause(answers: Sequence[AxisAnswer], limit: str = "") -> str:
-    """Returns sentences on what `answers_clause(answers)` leaves out: by how much the
+def details_clause(
+    answers: Sequence[AxisAnswer], named: Collection[str], limit: str = ""
+) -> str:
+    """Returns sentences on what the clause of `answers` leaves out: by how much the
     kernel differs along which axes, `limit`, the axes along which it is bit-identical and
     that the clause does not name, and what of an axis was not tried. Sentences with
-    nothing to say are left out; empty without any. `limit`: a sentence on the limit of
-    the differences."""
-    named = answers_clause(answers).named
+    nothing to say are left out; empty without any. `named`: the axes that the clause
+    names (`Clause.named`); `limit`: a sentence on the limit of the differences."""
     sizes = [f"{a.axis} {a.change_in_words}" for a in answers if a.change_in_words]
     same = [a.axis for a in answers if a.answer == "same" and a.axis not in named]
     partly = [f"{a.axis} ({a.part})" for a in answers if a.part]
@@ -253,7 +255,7 @@ def untried_part_clause(rows: Iterable[InvarianceRow], axis: str) -> str:
 
 
 def largest_change(rows: Iterable[InvarianceRow]) -> InvarianceRow:
-    """Returns the row that table, headline and answer show for several: the one with the
+    """Returns the row that a table and the headline show for several: the one with the
     most elements that are not finite in one form alone; of equal ones, the one with the
     largest difference over the floor's error, 0 where that is null. `rows`: at least
     one."""

@@ -512,7 +512,8 @@ def passing(report: InvarianceReport, tests: Sequence[Test]) -> Statement:
     required = report.request.get("require") or ()
     clause = answers_clause(answers, differing=differs, required=required)
     line = f"output {clause.text}" if tests[0].kernel == MODEL else clause.text
-    return Statement(line, details_clause(answers, _rounding_sentence(answers, judged)))
+    limit = _rounding_sentence(answers, judged)
+    return Statement(line, details_clause(answers, clause.named, limit))
 
 
 def _rounding_sentence(answers: Sequence[AxisAnswer], judged: Mapping[str, float]) -> str:
