@@ -1407,6 +1407,7 @@ def test_what_passes_of_an_output_that_flips_nothing(rule: str, line: str) -> No
     ((1.99,) * 3, "held", 1.99), ((2.01,) * 3, "exceeded", 2.01),
     ((1.0, 2.0, 3.0), "held", 6 ** (1 / 3)),  # its interval goes beyond
     ((1.5, 2.2, 3.2), "undecided", (1.5 * 2.2 * 3.2) ** (1 / 3)),  # and that from below
+    ((0.0,) * 3, "held", 0.0), ((0.0, 0.0), "undecided", 0.0),  # of further ones unknown
     ((1.0, 1.0), "undecided", 1.0), ((2.5, 2.5), "undecided", 2.5),  # without an interval
     # Ten times the limit
     ((19.9, 19.9), "undecided", 19.9), ((20.1, 20.1), "exceeded", 20.1),
@@ -1512,6 +1513,17 @@ def test_a_finding_tells_ratio_limit_and_share_apart() -> None:
         "Errors as KL; limit 2×. Attention makes 25 % of the model's bfloat16 error."
     )
     assert (finding.observed, finding.limit) == (pytest.approx(2.5), 2.0)
+
+
+@pytest.mark.parametrize("ratios", [(0.01, 20.1), (1.0, 1.0, 1.0, 1.0, 20.1)])
+def test_a_ratio_of_one_sequence_says_so(ratios: tuple[float, ...]) -> None:
+    """Whether the run has an interval or not."""
+    limits = {"kernel_over_predicted": 2.0}
+    report = judged(by_ratios(ratios), Rules.model_validate({"effects": limits}))
+    assert report.findings[0].sentence == (
+        "sdpa-math (bfloat16) error of attention alone: 20.1× expected in one sequence "
+        "(limit 2×)."
+    )
 
 
 CONTRADICTIONS = {

@@ -293,8 +293,8 @@ def _ratio_test(
     many positions), the ratio in one sequence is. Held: it has an interval and is within
     the limit; or there is no ratio and the cost is 0. Not applicable: for the kernel
     `against` beside itself (`eager`), and in a pipeline for all sites. Undecided
-    otherwise, also where a sequence has an error and the run beside it none. `run`: one
-    with a cost."""
+    otherwise, also where a sequence has an error and the run beside it none, and for a
+    ratio of 0 without an interval. `run`: one with a cost."""
     by = RATIO_RULES[run.beside or "sites"]
     wide = by.rule == "model" and run.format not in BIAS_FORMATS
     limit = getattr(limits, f"{by.limit}_float32" if wide else by.limit)
@@ -379,17 +379,16 @@ def _finding_statement(test: Test) -> Statement:
 def _ratio_clause(test: Test, run: RunSummary) -> str:
     """Returns the clause on a ratio, `error of attention alone: 1.2× expected [1.1,
     1.3]`: what errs, and how much of what it is held against. The interval is missing
-    where there is none or its ends are written alike. ` in one sequence` stands there
-    where the run has an interval, and the test none since its ratio is that of one
-    sequence."""
+    where there is none or its ends are written alike. ` in one sequence` stands in its
+    place where the test's ratio is not the run's mean, but that of its worst sequence."""
     by = RATIO_RULES[run.beside or "sites"]
     ratio = test.observed if isinstance(test.observed, float) else None
-    within = " in one sequence"
+    within = ""
     if test.interval:
         low, high = map(three, test.interval)
         within = "" if low == high else f" [{low}, {high}]"
-    elif run.over and run.over.low is None:
-        within = ""
+    elif run.over and ratio != run.over.mean:
+        within = " in one sequence"
     return f"{_what_errs(run)}: {multiple(ratio, test.bound)}× {by.words}{within}"
 
 
