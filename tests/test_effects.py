@@ -1025,6 +1025,15 @@ def test_operations_stand_where_their_module_does(name: str, sites: str) -> None
         assert result == {site}, (module, [m for m in kinds if ".0." in m])
 
 
+def test_a_model_may_be_the_list_of_its_layers() -> None:
+    """Its layers' names are then numbers alone."""
+    layers = [nn.TransformerEncoderLayer(4, 1, dim_feedforward=4) for _ in range(2)]
+    places = SiteTracker(nn.Sequential(*layers))
+    assert places.layers == set(layers)
+    assert places.kinds[layers[1].linear1] == "MLP"
+    assert places.kinds[layers[1].self_attn.out_proj] == "output projection"
+
+
 def sites_of(
     subject: Any, inputs: Any, patch: pytest.MonkeyPatch, **how: Any
 ) -> list[Any]:

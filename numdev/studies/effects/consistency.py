@@ -54,7 +54,7 @@ def check_consistency(report: EffectsReport) -> None:
 def _plan_contradictions(report: EffectsReport) -> Iterator[str]:
     """Yields a sentence for each way, of those that are looked for, in which the plan is
     not what the request asked for, has another output than the report, or contradicts
-    itself. `report.plan`: with at least one kernel."""
+    itself."""
     plan, request = report.plan, report.request
     yield from format_differences(request, plan.formats)
     read = report.provenance.source.get("sequences_read")
@@ -69,11 +69,11 @@ def _plan_contradictions(report: EffectsReport) -> Iterator[str]:
     ):
         yield "the plan has other kernels than the request"
     used = min(
-        (kernel for kernel in plan.kernels if kernel.kernel != plan.against),
+        plan.kernels,
         key=lambda kernel: rank_for_use(kernel.kernel, plan.against),
-        default=plan.kernels[0],
+        default=None,
     )
-    if plan.sites_of != label(used):
+    if used is not None and plan.sites_of != label(used):
         yield "the plan has attention's sites of another kernel than the one that is used"
     kinds = Counter(run.kind for run in plan.runs)
     if max(Counter(run.run for run in plan.runs).values(), default=0) > 1:

@@ -339,8 +339,7 @@ class SiteTracker:
 def layer_names(model: nn.Module) -> list[str]:
     """Returns the dotted names of a model's layers, in the model's order: the members of
     each `ModuleList` or `Sequential` whose members all have submodules. Lists inside a
-    layer do not count. Empty without such a list. A layer of a model that is such a list
-    itself has a name with a dot first (`.0`)."""
+    layer do not count. Empty without such a list."""
     layers: list[str] = []
     for name, m in model.named_modules():
         if isinstance(m, nn.ModuleList | nn.Sequential) and not _enclosing_module(
@@ -348,7 +347,7 @@ def layer_names(model: nn.Module) -> list[str]:
         ):
             members = dict(m.named_children())
             if all(any(True for _ in member.children()) for member in members.values()):
-                layers += [f"{name}.{child}" for child in members]
+                layers += [f"{name}.{child}".removeprefix(".") for child in members]
     return layers
 
 
