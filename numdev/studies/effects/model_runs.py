@@ -131,10 +131,9 @@ class Subject:
         """Returns what the model returns as it computes in its format, without gradients.
         `attention` answers each of its calls of attention, from the call and the format
         that it came in. With the seed `moved` the output of the model's first embedding,
-        convolution or linear layer lies one or two units in the last place off, up or
-        down at random; None: it is not moved. Raises what the model and `attention`
-        raise, and Unseen where the model makes no call of attention, or attends somewhere
-        without one."""
+        convolution or linear layer is moved as by `_with_moved_embedding`; None: it is
+        not moved. Raises what the model and `attention` raise, and Unseen where the model
+        makes no call of attention, or attends somewhere without one."""
 
         def answer(case: AttentionCase) -> Tensor:
             """Returns the attention of a call in the call's own dtype."""
@@ -482,8 +481,8 @@ def _with_moved_embedding(model: nn.Module, fmt: Format, seed: int) -> Iterator[
     """Returns a context in which the output of the first embedding, convolution (along
     one or two axes) or linear layer to run is moved, once: each element by 2 u of its
     size, up or down at random with this seed, rounded to `fmt`. That is one or two units
-    in the last place; 0 stays. The layer's later runs are not moved. u: the unit roundoff
-    of `fmt`."""
+    in the last place, one or none of a subnormal number; 0 stays. The layer's later runs
+    are not moved. u: the unit roundoff of `fmt`."""
 
     def move(_module: nn.Module, _args: object, x: Tensor) -> Tensor:
         """Returns the output of a layer, moved; a forward hook, which removes itself and

@@ -20,7 +20,7 @@ Place = Literal["", "latents", "image"]
 Kind = Literal[
     "whole",  # the model in the format with a kernel: what a user runs
     "repeat",  # that again
-    "moved",  # that, the embedded inputs moved by one unit in the last place
+    "moved",  # that, the embedded inputs moved by one or two units in the last place
     "attention",  # attention alone in the format, all else in fp64
     "predicted",  # that, as the kernel's rounding model has it
     "site",  # one rounding site alone, all else in fp64

@@ -187,13 +187,13 @@ class OutputRuns:
 
     def _difference_sentence(self, main: RunSummary, difference: float) -> str:
         """Returns the sentence on how far the output is from that of the kernel
-        `against`, as a multiple of the error. In brackets it has what inputs one ulp off
-        change, unless that is 0 or unknown. `difference`: over the rms of the exact
-        output."""
+        `against`, as a multiple of the error. In brackets it has what inputs one or two
+        ulps off change, unless that is 0 or unknown. `difference`: over the rms of the
+        exact output."""
         size = main.error or 1.0
         again = (r.from_against for r in self.runs if r.kind == "moved")
         moved = next(filter(None, again), None)
-        ulp = f" (inputs one ulp off: {three(moved / size)}×)" if moved else ""
+        ulp = f" (inputs 1 or 2 ulps off: {three(moved / size)}×)" if moved else ""
         kernel = label(main)
         return (
             f"{self._run_name(main)}: {kernel} and {self.against} differ by "

@@ -36,7 +36,7 @@ SITES = (
     "model, as the next kernel that has one, or FlashAttention-2."
 )
 STANDARD = {
-    "repeat": "{}, again", "moved": "{}, inputs one ulp off",
+    "repeat": "{}, again", "moved": "{}, inputs 1 or 2 ulps off",
     "emulated": "all sites together", "random": "all sites, rounded at random",
 }  # fmt: skip
 BESIDE = {"predicted": "attention / expected", "eager": "attention / eager"}
@@ -223,7 +223,7 @@ def _mean_or_none(x: Estimate | None) -> float | None:
 
 def _run_name(run: RunSummary) -> str:
     """Returns what a run is called in a table: its kernel with options, `KERNEL, again`,
-    `KERNEL, inputs one ulp off`, `all sites together` or `all sites, rounded at
+    `KERNEL, inputs 1 or 2 ulps off`, `all sites together` or `all sites, rounded at
     random`."""
     return STANDARD.get(run.kind, "{}").format(label(run))
 
