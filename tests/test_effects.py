@@ -1616,7 +1616,7 @@ def test_the_views_numbers_stand_in_their_columns() -> None:
 def test_the_error_comes_first_as_loss_and_perplexity() -> None:
     """KL, then what became of the text's perplexity and loss, with their sign: a loss that
     grows by 0.01 nats a token is a perplexity 1.005 % higher; then the worst of the
-    tokens. Red is only what the rules refuse."""
+    tokens. Red is only what the rules refuse: attention's ratio, not the model's."""
     rows = output(
         "whole", (1e-3,) * 3, kernel="k", log_perplexity=0.01, log_prob=0.02, flips=4
     )
@@ -1632,8 +1632,9 @@ def test_the_error_comes_first_as_loss_and_perplexity() -> None:
         ["1.0e-3", "+1 %", "+0.01", "0.02", "12"],
         ["1.0e-3", "-1 %", "-0.01", "–", "0"],
     ]
-    for ratio, style in ((1.0, ""), (9.0, "bad")):
-        created = judged(by_ratios((ratio,) * 3))
+    for alone, model, style in ((1.0, 1.0, ""), (9.0, 1.0, "bad"), (1.0, 9.0, "")):
+        created = judged(by_ratios((alone,) * 3, (model,) * 3))
+        assert bool(created.findings) == (alone + model > 2)
         table = next(node for node in blocks(created) if isinstance(node, Table))
         at = [c.title for c in table.columns].index("attention / expected")
         cells = {row.cells[0].text: row.cells[at] for row in table.rows}

@@ -52,7 +52,7 @@ def blocks(report: EffectsReport) -> Iterator[doc.Node]:
     positions lines."""
     runs, logits = report.summary.runs, report.output == "logits"
     against = str(report.request.get("against"))
-    failed = _failed_metrics(report)
+    failed = _failed_shares(report)
     for (fmt, at), of_output in grouped(runs, lambda run: (run.format, run.at)).items():
         place = f"{of_output[0].place.capitalize()} in {fmt}" if at else fmt
         columns = KernelColumns(of_output, against, failed, logits=logits)
@@ -207,13 +207,11 @@ def _check_blocks(checks: Sequence[Check]) -> Iterator[doc.Node]:
         yield doc.Details(f"The model's own checks: {agree} agree", (table,))
 
 
-def _failed_metrics(report: EffectsReport) -> set[tuple[str, str]]:
-    """Returns (kernel with its options, format) of each finding that exceeds the limit on
-    a ratio of costs: attention or the model errs too many times what is expected."""
-    refused = (
-        f for f in report.findings if (f.severity, f.metric) == ("exceeded", "over")
-    )
-    return {(label(finding), fmt) for finding in refused for fmt in finding.formats}
+def _failed_shares(report: EffectsReport) -> set[tuple[str, str, str | None]]:
+    """Returns (kernel with its options, format, output) of each finding by the rule `own
+    share`: attention alone errs too many times what it is held against."""
+    refused = (f for f in report.findings if f.rule == "own share")
+    return {(label(f), fmt, f.tensor) for f in refused for fmt in f.formats}
 
 
 def _mean_or_none(x: Estimate | None) -> float | None:
@@ -252,7 +250,7 @@ class KernelColumns:
         self,
         runs: Sequence[RunSummary],
         against: str,
-        failed: Collection[tuple[str, str]],
+        failed: Collection[tuple[str, str, str | None]],
         *,
         logits: bool,
     ) -> None:
@@ -312,13 +310,13 @@ class KernelColumns:
         yield si(run.from_against)
 
     def _ratio_cell(self, run: RunSummary | None, what: str) -> doc.Cell:
-        """Returns a run's cost over that of the run it is compared with, red where a rule
-        refuses any ratio of the run's kernel in its format. A dash where `run` is None,
-        has no ratio, or is compared with another run than `what`."""
+        """Returns the cost of attention alone over that of the run it is compared with,
+        red where the rule `own share` refuses it. A dash where `run` is None, has no
+        ratio, or is compared with another run than `what`."""
         if run is None or run.over is None or run.beside != what:
             return doc.Cell(NONE)
-        name = label(run)
-        style: doc.Style = "bad" if (name, run.format) in self.failed else ""
+        is_refused = (label(run), run.format, run.at or "output") in self.failed
+        style: doc.Style = "bad" if is_refused else ""
         return doc.Cell(ratio(run.over.mean), style=style)
 
 
