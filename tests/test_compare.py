@@ -954,6 +954,23 @@ def test_another_number_of_positions_is_a_change() -> None:
     assert result.moves[0].words == "positions: 64, now 198"
 
 
+@pytest.mark.parametrize(("flips", "unexplained", "metrics"), [
+    (8, 0, set()), (9, 0, {"flips"}), (1, 1, {"unexplained"}),
+])  # fmt: skip
+def test_chance_flips_near_ties_alone(
+    flips: int, unexplained: int, metrics: set[str]
+) -> None:
+    """Where nothing flipped before, in two sequences: 16 of them may, and 18 not, within
+    4 √(their sum); a flip that is no near tie may not."""
+    stored = reports.read(STORED / "effects.json")
+    none = {"flips": 0, "unexplained": 0, "first_flip": None}
+    some = {"flips": flips, "unexplained": unexplained, "first_flip": 3}
+    before, now = (
+        changed(stored, "rows", lambda r: r.kind == "whole", **x) for x in (none, some)
+    )
+    assert {m.metric for m in compare(before, now).moves} == metrics
+
+
 def test_flips_that_are_no_near_ties() -> None:
     whole = reports.read(STORED / "effects.json")
     flips = {"flips": 2, "unexplained": 1, "first_flip": 3}

@@ -248,10 +248,16 @@ def _least_factor(tensor: str, metric: str) -> float:
     return WORST_SHARED if tensor_spec(tensor).rows_share_error else WORST_ELSE
 
 
+def is_within_scatter(a: int, b: int) -> bool:
+    """Whether two counts of what chance makes differ by at most 4 standard deviations of
+    their difference, √(a + b)."""
+    return abs(a - b) <= 4 * math.sqrt(a + b)
+
+
 def may_differ_by_chance(a: int, b: int) -> bool:
-    """Whether two counts may differ by chance: by at most 4 standard deviations of their
-    difference, √(a + b). True for equal ones; False where one alone is 0."""
-    return a == b or (min(a, b) > 0 and abs(a - b) <= 4 * math.sqrt(a + b))
+    """Whether two counts of what no sound kernel makes may differ by chance: they are
+    within their scatter, and neither is 0 alone."""
+    return (a > 0) == (b > 0) and is_within_scatter(a, b)
 
 
 def log_ratio(a: float | None, b: float | None) -> float | None:

@@ -5,7 +5,6 @@ A number of a run in B over that in A is taken for each sequence, and held to ch
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 from numdev.gate.compare_report import (
@@ -16,7 +15,7 @@ from numdev.gate.compare_report import (
     Move,
     Presence,
 )
-from numdev.gate.noise_model import FAR, may_differ_by_chance
+from numdev.gate.noise_model import FAR, is_within_scatter, may_differ_by_chance
 from numdev.gate.row_checks import Key
 from numdev.gate.row_pairs import (
     both_sides,
@@ -140,8 +139,8 @@ def moves(old: EffectsReport, new: EffectsReport) -> tuple[EffectsNames, Compare
 def _count_changes(rows: Sequence[Pair]) -> Iterator[Changed]:
     """Yields the fields of a move for each count of a run (positions, top tokens that
     flip, unexplained flips) whose sum, over the sequences that both reports have, changed
-    beyond chance. Positions count as changed wherever their sums differ. `rows`: the
-    run's pairs of A and B."""
+    beyond chance. Positions count as changed wherever their sums differ, unexplained
+    flips also where one sum alone is 0. `rows`: the run's pairs of A and B."""
     for metric, what in (
         ("positions", "positions"), ("flips", "top tokens that flip"),
         ("unexplained", "flips that are no near ties"),
@@ -150,7 +149,8 @@ def _count_changes(rows: Sequence[Pair]) -> Iterator[Changed]:
         a, b = (int(sum(side)) for side in zip(*both, strict=True)) if both else (0, 0)
         alike = {
             "positions": a == b,
-            "flips": abs(a - b) <= 4 * math.sqrt(a + b),
+            # Chance flips near ties, also where there was no flip; it makes no other flip
+            "flips": is_within_scatter(a, b),
             "unexplained": may_differ_by_chance(a, b),
         }
         if not alike[metric]:
