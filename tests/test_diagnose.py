@@ -322,6 +322,7 @@ def test_a_changed_target_does_not_continue(tmp_path: Path) -> None:
     ("qui2025", (), "unknown preset 'qui2025'; did you mean 'qiu2025'?"),
     (None, ("pvv=bfloat16",), "has no option 'pvv'; did you mean 'pv'?"),
     (None, ("pv=bfloat1",), "bfloat1"), (None, ("pv",), "expected NAME=VALUE, got 'pv'"),
+    (None, ("=3",), "expected NAME=VALUE, got '=3'"),
     (None, ("pv=[1]",), "expected NAME=VALUE, got 'pv=[1]'"),
     ("fa2", ("preset=eager",), "preset is given twice (fa2 and eager)"),
 ])  # fmt: skip

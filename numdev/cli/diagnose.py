@@ -81,7 +81,7 @@ def attention_options(
             chosen = yaml.safe_load(value)  # a number, true, or a word
         except yaml.YAMLError:
             chosen = [value]
-        if not equals or isinstance(chosen, list | dict):
+        if not name or not equals or isinstance(chosen, list | dict):
             raise UsageError(f"{flag}: expected NAME=VALUE, got {item!r}")
         if options.setdefault(name, chosen) != chosen:
             raise UsageError(
