@@ -32,6 +32,7 @@ from numdev.gate.rules import Rules, default_rules
 from numdev.kernels.reference import gradients
 from numdev.report import read, write
 from numdev.report.document import Details, Table
+from numdev.sources.case_sources import CheckpointSource
 from numdev.sources.input_regimes import Shapes, draw
 from numdev.studies.audit.prepared_attention import TERMS, part, settled
 from numdev.studies.invariance import axes, consistency, verdict
@@ -233,6 +234,25 @@ def test_a_decoding_is_compared_where_it_decodes() -> None:
     assert torch.equal(one, whole[:, -8:])
     assert other.shape == one.shape
     assert chunks.shape == whole.shape
+
+
+def test_a_model_is_not_loaded_for_what_the_journal_has(tmp_path, monkeypatch) -> None:
+    """Neither in the format nor a wider one; the report is the same."""
+    target = models.saved("llama", tmp_path)
+    asked = {"kernels": ("sdpa-math",), "axes": ("batch",), "formats": ("bfloat16",),
+             "sequences": 2, "length": 8, "layers": (0,)}  # fmt: skip
+    request = InvarianceRequest(target="t", checkpoint=str(target), **asked)
+    loads: list[Any] = []
+    load = CheckpointSource.load
+    monkeypatch.setattr(
+        CheckpointSource,
+        "load",
+        lambda self, dtype: loads.append(dtype) or load(self, dtype),
+    )
+    first, again = (invariance(request, tmp_path / "out") for _ in range(2))
+    assert loads == [torch.bfloat16, torch.float32]
+    assert (first.plan.models, first.models) == (("batch",), again.models)
+    assert first.plan == again.plan
 
 
 def test_what_of_a_call_was_compared_is_in_finding_and_table() -> None:

@@ -72,7 +72,7 @@ from numdev.studies.invariance.differences import (
     count_keys_seen,
     exact_change,
 )
-from numdev.studies.invariance.model_output import model_axes, model_rows
+from numdev.studies.invariance.model_output import model_rows
 from numdev.studies.invariance.report import (
     Excuse,
     InvariancePlan,
@@ -140,7 +140,8 @@ def invariance(
         models = journal.records("model", ModelRow)
     if not rows:
         raise _no_call_error(request)
-    plan = study.plan_record(formats, ways, named="kernels" in request.model_fields_set)
+    named = "kernels" in request.model_fields_set
+    plan = study.plan_record(formats, ways, models, named=named)
     report = InvarianceReport(
         provenance=provenance(system, described, command, kernels),
         request=asked,
@@ -218,7 +219,7 @@ def report_of_rows(
     return InvarianceReport(
         provenance=provenance(plan.system, {}, "numdev.check"),
         request={},
-        plan=study.plan_record(plan.formats, (), named=True),
+        plan=study.plan_record(plan.formats, (), (), named=True),
         summary=InvarianceSummary(answer=()),
         rows=tuple(rows),
     )
@@ -303,13 +304,18 @@ class InvarianceStudy:
     )
     """References and outputs of the present case and of an axis's bases, by the case's id
     and how it was computed."""
-    model_axes: tuple[str, ...] = ()  # along which the model's own output is compared
 
     def plan_record(
-        self, formats: Sequence[Format], ways: Sequence[Way], *, named: bool
+        self,
+        formats: Sequence[Format],
+        ways: Sequence[Way],
+        models: Sequence[ModelRow],
+        *,
+        named: bool,
     ) -> InvariancePlan:
-        """Returns the plan as a report records it, with `asked` set. `named`: whether the
-        kernels were asked for by name."""
+        """Returns the plan as a report records it, with `asked` set. `models`: rows of
+        the model's own output, one along each axis that it can be compared along;
+        `named`: whether the kernels were asked for by name."""
         kernels = [
             PlannedKernel(
                 role="kernel", kernel=p.kernel.name, options=recorded_options(p)
@@ -324,7 +330,7 @@ class InvarianceStudy:
             asked=True,
             backward=self.backward,
             ways=tuple(ways),
-            models=tuple(self.model_axes),
+            models=tuple(dict.fromkeys(row.axis for row in models)),
         )
 
     def variants(
@@ -352,8 +358,8 @@ class InvarianceStudy:
         self, source: Source, formats: Sequence[Format], journal: Journal
     ) -> None:
         """Measures the model's own output with each kernel in each format that the
-        journal lacks, and appends the rows to it; sets `model_axes`. The model is loaded
-        once in each format, also where the journal lacks nothing. Does nothing for a
+        journal lacks, and appends the rows to it. For a format of which it lacks some,
+        the model is loaded in that and in a wider one, once each. Does nothing for a
         source that is no checkpoint, that is read layer by layer, or whose prompt has no
         `input_ids`."""
         if not isinstance(source, CheckpointSource) or source.streamed is not None:
@@ -361,17 +367,17 @@ class InvarianceStudy:
         if "input_ids" not in source.prompt.inputs:
             return
         for fmt in formats:
-            model = source.load(dtype_of(fmt)).eval()
-            wide = torch.float32 if dtype_of(fmt).itemsize < 4 else torch.float64
-            wider = cache(lambda wide=wide: source.load(wide).eval())
-            self.model_axes = model_axes(model, source.prompt.inputs, self.axes)
+            dtype = dtype_of(fmt)
+            wider = torch.float32 if dtype.itemsize < 4 else torch.float64
+            load = cache(lambda dtype: source.load(dtype).eval())
             for planned in self.kernels:
                 key = digest(["model", fmt.name, planned.kernel.name, planned.options])
                 if journal.visit(key):
                     continue
                 run = partial(self.run_kernel, planned, gradients=False)
-                of = (model, wider, source.prompt.inputs, planned, fmt, run)
-                journal.append(key, {"model": list(model_rows(*of, axes=self.axes))})
+                of = (source.prompt.inputs, planned, fmt, run, self.axes)
+                rows = list(model_rows(load(dtype), partial(load, wider), *of))
+                journal.append(key, {"model": rows})
 
     def measure_variant(
         self, axis: str, variant: Variant, case: AttentionCase, fmt: Format
