@@ -379,6 +379,17 @@ def test_each_axis_has_one_answer() -> None:
     assert sorted(grouped_axes) == sorted(VARIANTS)
 
 
+@pytest.mark.parametrize(("tile", "lengths"), [
+    (16, range(24, 257)), (128, range(257, 1300)),
+])  # fmt: skip
+def test_of_some_rows_one_stands_amid_a_tile(tile: int, lengths: range) -> None:
+    """Beside the last one, and one that begins a tile."""
+    for n in lengths:
+        case = SimpleNamespace(q_len=n)
+        first = {row % tile == 0 for row in axes._some_rows(case) if row < n - 1}
+        assert False in first, n
+
+
 @pytest.mark.parametrize("same", range(len(VARIANTS) + 1))
 def test_a_clause_of_answers_is_short(same: int) -> None:
     """Whatever is bit-identical: at most WORDS words, and every axis is named or

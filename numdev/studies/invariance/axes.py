@@ -241,11 +241,13 @@ def without_positions(case: AttentionCase) -> AttentionCase:
 
 
 def _some_rows(case: AttentionCase) -> list[int]:
-    """Returns the indices of up to three rows of n, ascending: the last one, n // 3 + 1,
-    and the one that begins the tile with row 2 n // 3. A tile has 128 rows in a call of
-    more than 256, else 16."""
+    """Returns the indices of up to three rows of n, ascending: the last one, the one that
+    begins the tile with row 2 n // 3, and n // 3 + 1, or the next where that begins a
+    tile. A tile has 128 rows in a call of more than 256, else 16."""
     n, tile = case.q_len, 128 if case.q_len > 256 else 16
-    return sorted({n - 1, 2 * n // 3 // tile * tile, n // 3 + 1} & set(range(n)))
+    amid = n // 3 + 1
+    amid += amid % tile == 0
+    return sorted({n - 1, 2 * n // 3 // tile * tile, amid} & set(range(n)))
 
 
 def _rows_alone(
