@@ -1235,7 +1235,7 @@ def test_a_ratio_says_what_it_is_over() -> None:
               if field.is_required()}  # fmt: skip
     passed: dict[str, Any] = {n: 1 if t is int else "x" for n, t in fields.items()}
     passed |= {"kind": "whole"} if "kind" in fields else {}
-    assert RunSummary.model_validate({**passed, "over": ratio, "beside": "eager"}).over
+    assert RunSummary.model_validate({**passed, "over": ratio, "beside": "against"}).over
     with pytest.raises(
         ValueError, match="beside: expected what `over` is held against, got null"
     ):
@@ -1539,6 +1539,21 @@ def test_a_finding_tells_ratio_limit_and_share_apart() -> None:
         "Errors as KL; limit 2×. Attention makes 25 % of the model's bfloat16 error."
     )
     assert (finding.observed, finding.limit) == (pytest.approx(2.5), 2.0)
+
+
+def test_what_others_are_compared_with_has_its_name() -> None:
+    """Where nothing is predicted, and `--against` names another kernel than eager
+    attention: in sentence, column and legend."""
+    report = by_ratios((0.01,) * 3)
+    rows = tuple(row for row in report.rows if row.kind != "predicted")
+    plan = report.plan.model_copy(update={"against": "sdpa-math"})
+    request = report.request | {"against": "sdpa-math"}
+    changes = {"rows": rows, "plan": plan, "request": request}
+    result = judged(report.model_copy(update=changes))
+    assert result.findings[0].sentence == (
+        "baseline (bfloat16) error of attention alone: 100× sdpa-math (limit 16×)."
+    )
+    assert "eager" not in str(list(blocks(result.model_copy(update={"checks": ()}))))
 
 
 @pytest.mark.parametrize("ratios", [(0.01, 20.1), (1.0, 1.0, 1.0, 1.0, 20.1)])

@@ -29,8 +29,14 @@ Kind = Literal[
 ]
 
 
-Beside = Literal["predicted", "eager", "sites"]
+Beside = Literal["predicted", "against", "sites"]
 USED = "sdpa-default"  # what a model calls that asks for no backend
+
+
+def against_in_words(against: str) -> str:
+    """Returns what a sentence calls the attention of the kernel `against`: `eager` for
+    `baseline`, else the kernel's name."""
+    return "eager" if against == "baseline" else against
 
 
 def rank_for_use(kernel: str, against: str) -> int:
@@ -167,8 +173,8 @@ class RunSummary(RunFields):
     over: Estimate | None = None  # its cost over that of the run it is compared with
     over_worst: Value = None  # the same in the one sequence where it is largest
     beside: Beside | None = None
-    """The run that it is compared with: the kernel's rounding model, else eager
-    attention; for the whole model, all sites together."""
+    """The run that it is compared with: the kernel's rounding model, else attention alone
+    with the kernel `against`; for the whole model, all sites together."""
 
     @model_validator(mode="after")
     def _check_beside(self) -> Self:

@@ -94,9 +94,9 @@ class OutputRuns:
             if values := [x for x in values if x not in (None, ())]:
                 fields[name] = over_sequences(values)
         costs = self.costs[rows[0].run]
-        beside, yardstick = self._yardstick(rows[0])
-        ratios = _ratios_by_sequence(costs, yardstick)
-        unmatched = [i for i, cost in costs.items() if cost and not yardstick.get(i)]
+        beside, expected = self._compared_run(rows[0])
+        ratios = _ratios_by_sequence(costs, expected)
+        unmatched = [i for i, cost in costs.items() if cost and not expected.get(i)]
         fields |= {
             "reason": next((row.reason for row in rows if row.reason), None),
             "failed": sum(row.status == "failed" for row in rows),
@@ -111,11 +111,11 @@ class OutputRuns:
         }
         return RunSummary.model_validate(fields)
 
-    def _yardstick(self, run: OutputRow) -> tuple[Beside | None, Costs]:
+    def _compared_run(self, run: OutputRow) -> tuple[Beside | None, Costs]:
         """Returns the name, as in `RunSummary.beside`, and the costs by sequence of what
         a run is compared with: for the whole model all sites together, for attention
         alone what its rounding model predicts. Where that has no cost above 0 it is
-        attention alone with the kernel `against`, named `eager`. The costs are empty
+        attention alone with the kernel `against`, named so. The costs are empty
         where such a run has none. (None, {}) for any other run."""
 
         def of(**changes: object) -> Costs:
@@ -130,7 +130,7 @@ class OutputRuns:
         predicted = of(kind="predicted")
         if any(predicted.values()):
             return "predicted", predicted
-        return "eager", of(kernel=self.against, options={})
+        return "against", of(kernel=self.against, options={})
 
     def _budget(self, main: RunSummary) -> Budget:
         """Returns the sum of the sites' costs over that of the whole model, each summed

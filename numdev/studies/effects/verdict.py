@@ -21,6 +21,7 @@ from numdev.studies.effects.report import (
     EffectsReport,
     OutputRow,
     RunSummary,
+    against_in_words,
 )
 from numdev.studies.effects.summary import (
     attention_alone,
@@ -65,17 +66,17 @@ class RatioRule(NamedTuple):
 
     rule: str
     limit: str  # the name of its limit
-    words: str  # what it is a multiple of
+    words: str  # what it is a multiple of; {} is the attention of the kernel `against`
 
 
 RATIO_RULES = {
     "predicted": RatioRule("own share", "kernel_over_predicted", "expected"),
-    "eager": RatioRule("own share", "kernel_over_baseline", "eager"),
+    "against": RatioRule("own share", "kernel_over_baseline", "{}"),
     "sites": RatioRule("model", "model_over_sites", "all sites together"),
 }
 NOTHING_BESIDE = {
     "predicted": "its rounding model's prediction",
-    "eager": "eager attention",
+    "against": "{} attention",
     "sites": "all rounding sites together",
 }
 
@@ -292,10 +293,10 @@ def _ratio_test(
     no interval and is more than SURELY times the limit; or, with `steady` (no router,
     many positions), the ratio in one sequence is. Held: it has an interval and is within
     the limit; or there is no ratio and the cost is 0. Not applicable: for the kernel
-    `against` beside itself (`eager`), and in a pipeline for all sites. Undecided
+    `against` beside itself, and in a pipeline for all sites. Undecided
     otherwise, also where a sequence has an error and the run beside it none, and for a
     ratio of 0 without an interval. `run`: one with a cost."""
-    by = RATIO_RULES[run.beside or "sites"]
+    by, against = RATIO_RULES[run.beside or "sites"], against_in_words(plan.against)
     wide = by.rule == "model" and run.format not in BIAS_FORMATS
     limit = getattr(limits, f"{by.limit}_float32" if wide else by.limit)
     test: TestFields = {
@@ -306,7 +307,7 @@ def _ratio_test(
         "limit": f"at most {three(limit)}",
         "judged": run.positions,
     }
-    if run.beside == "eager" and run.kernel == plan.against:
+    if run.beside == "against" and run.kernel == plan.against:
         why = "where nothing is predicted it is what others are held against"
         return test | {"standing": Standing.NOT_APPLICABLE, "reasons": (why,)}
     if run.beside == "sites" and not _has_rounding_sites(plan):
@@ -316,10 +317,12 @@ def _ratio_test(
         assert run.cost is not None
         if run.cost.mean == 0:
             return test | {"standing": Standing.HELD, "observed": 0.0}
-        why = f"there is an error, and none in {NOTHING_BESIDE[run.beside or 'sites']}"
+        beside = NOTHING_BESIDE[run.beside or "sites"].format(against)
+        why = f"there is an error, and none in {beside}"
         return test | {"standing": Standing.UNDECIDED, "reasons": (why,)}
     ratio, low, worst = run.over.mean, run.over.low, run.over_worst or 0.0
     what = "model" if by.rule == "model" else "attention"
+    over = f"{what} {multiple(ratio, limit)}× {by.words.format(against)}"
     test |= {"observed": ratio, "beyond": (run,), "offending": 1}
     if low is not None and run.over.high is not None:
         test["interval"] = (low, run.over.high)
@@ -329,16 +332,10 @@ def _ratio_test(
         return test | {"standing": Standing.EXCEEDED, "observed": worst, "interval": None}
     test |= {"beyond": (), "offending": 0}
     if low is None:
-        why = (
-            f"{what} {multiple(ratio, limit)}× {by.words}, without an interval: read 3 "
-            "sequences or more"
-        )
+        why = f"{over}, without an interval: read 3 sequences or more"
     elif ratio > limit:
         ends = f"{three(low)} to {three(run.over.high)}"
-        why = (
-            f"{what} {multiple(ratio, limit)}× {by.words} ({ends}): more sequences would "
-            "tell on which side of the limit"
-        )
+        why = f"{over} ({ends}): more sequences would tell on which side of the limit"
     else:
         return test | {"standing": Standing.HELD}
     return test | {"standing": Standing.UNDECIDED, "reasons": (why,)}
@@ -355,15 +352,16 @@ def findings(
     sentences: list[Finding] = []
     for of_kernel in grouped(wrong, lambda t: (label(t), t.format)).values():
         sentences += [
-            exceeded_finding(test, _finding_statement(test))
+            exceeded_finding(test, _finding_statement(test, report.plan.against))
             for test in sorted(of_kernel, key=lambda test: -test.nearness)
         ]
     return (*sentences, *run_findings(judgement.tests)), ()
 
 
-def _finding_statement(test: Test) -> Statement:
+def _finding_statement(test: Test, against: str) -> Statement:
     """Returns what an exceeded test says, from its numbers, to follow the kernel's name;
-    for a check the model's. `test`: one with a run or a check in `beyond`."""
+    for a check the model's. `test`: one with a run or a check in `beyond`; `against`: the
+    kernel that others are compared with."""
     subject: Any = test.beyond[0]
     if isinstance(subject, Check):
         return Statement(FAILED[subject.name], f"{subject.reason}.")
@@ -372,16 +370,17 @@ def _finding_statement(test: Test) -> Statement:
         return Statement(line, f"{subject.reason}." if subject.reason else "")
     if test.rule == "flips":
         return Statement(flips_in_words(subject))
-    line = f"{_ratio_clause(test, subject)} (limit {three(test.bound)}×)"
+    line = f"{_ratio_clause(test, subject, against)} (limit {three(test.bound)}×)"
     return Statement(line, _ratio_details(test, subject))
 
 
-def _ratio_clause(test: Test, run: RunSummary) -> str:
+def _ratio_clause(test: Test, run: RunSummary, against: str) -> str:
     """Returns the clause on a ratio, `error of attention alone: 1.2× expected [1.1,
     1.3]`: what errs, and how much of what it is held against. The interval is missing
     where there is none or its ends are written alike. ` in one sequence` stands in its
-    place where the test's ratio is not the run's mean, but that of its worst sequence."""
-    by = RATIO_RULES[run.beside or "sites"]
+    place where the test's ratio is not the run's mean, but that of its worst sequence.
+    `against`: the kernel that others are compared with."""
+    words = RATIO_RULES[run.beside or "sites"].words.format(against_in_words(against))
     ratio = test.observed if isinstance(test.observed, float) else None
     within = ""
     if test.interval:
@@ -389,7 +388,7 @@ def _ratio_clause(test: Test, run: RunSummary) -> str:
         within = "" if low == high else f" [{low}, {high}]"
     elif run.over and ratio != run.over.mean:
         within = " in one sequence"
-    return f"{_what_errs(run)}: {multiple(ratio, test.bound)}× {by.words}{within}"
+    return f"{_what_errs(run)}: {multiple(ratio, test.bound)}× {words}{within}"
 
 
 def _what_errs(run: RunSummary) -> str:
@@ -448,7 +447,8 @@ def _nearest_to_limit(report: EffectsReport, tests: Sequence[Test]) -> Statement
         of_run = (label(run), run.format, run.at or "output")
         if run.kind == kind and run.layer is None and of_run == who:
             if test.rule in ("own share", "model") and run.over:
-                return Statement(_ratio_clause(test, run), _ratio_details(test, run))
+                line = _ratio_clause(test, run, report.plan.against)
+                return Statement(line, _ratio_details(test, run))
             if run.flips is not None:
                 return Statement(flips_in_words(run))
             if test.rule == "finite":

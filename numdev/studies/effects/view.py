@@ -11,7 +11,13 @@ from numdev.report import Axis, Curve, Figure, Role, Tick
 from numdev.report import document as doc
 from numdev.report.document import Column
 from numdev.report.number_text import NONE, label, percent, ratio, si
-from numdev.studies.effects.report import Check, EffectsReport, Estimate, RunSummary
+from numdev.studies.effects.report import (
+    Check,
+    EffectsReport,
+    Estimate,
+    RunSummary,
+    against_in_words,
+)
 
 LOGITS = (
     "KL: Kullback-Leibler divergence from the exact distribution of the next token, a "
@@ -25,11 +31,11 @@ STATES = (
     "and the exact ones."
 )
 BOTH = (
-    "Attention's share: of {}, with attention alone in the format, all else in fp64; its "
-    "inputs are rounded, which the sites q, k, v and rotary count too. Attention / "
+    "Attention's share: of {0}, with attention alone in the format, all else in fp64; "
+    "its inputs are rounded, which the sites q, k, v and rotary count too. Attention / "
     "expected: that over what the kernel's own rounding model predicts; attention / "
-    "eager: where nothing is predicted, over that of eager attention. From {}: rms "
-    "difference of the output from that with {}, over the exact output's rms."
+    "{1}: where nothing is predicted, over that of {1} attention. From {2}: rms "
+    "difference of the output from that with {2}, over the exact output's rms."
 )
 SITES = (
     "attention scores, P and output: as {} rounds; in calls for which it has no rounding "
@@ -39,7 +45,7 @@ STANDARD = {
     "repeat": "{}, again", "moved": "{}, inputs 1 or 2 ulps off",
     "emulated": "all sites together", "random": "all sites, rounded at random",
 }  # fmt: skip
-BESIDE = {"predicted": "attention / expected", "eager": "attention / eager"}
+BESIDE = {"predicted": "attention / expected", "against": "attention / {}"}
 BAR = 24  # the width of the longest bar
 MIN_SHARE = 5e-5  # of the whole that a site must make to be shown
 NOT_ON_PAGE: tuple[doc.Medium, ...] = ("terminal", "markdown")
@@ -58,9 +64,10 @@ def blocks(report: EffectsReport) -> Iterator[doc.Node]:
         columns = KernelColumns(of_output, against, failed, logits=logits)
         yield columns.table(f"{place} beside fp64")
     what = "latents, or image" if any(run.at for run in runs) else "final states"
+    cost = "KL" if logits else "the squared error"
     legend = (
         f"{LOGITS if logits else STATES.format(what)} "
-        f"{BOTH.format('KL' if logits else 'the squared error', against, against)}"
+        f"{BOTH.format(cost, against_in_words(against), against)}"
     )
     yield from doc.notes(
         (legend,) if any(run.cost for run in runs) else (), doc.ON_REQUEST
@@ -264,7 +271,12 @@ class KernelColumns:
         present = {
             self.alone[run.run[1:]].beside for run in wholes if run.run[1:] in self.alone
         }
-        self.beside = [what for what in BESIDE if what in present]
+        # By what ratios are over, the titles of their columns
+        self.beside = {
+            what: title.format(against_in_words(against))
+            for what, title in BESIDE.items()
+            if what in present
+        }
 
     def table(self, title: str) -> doc.Table:
         """Returns the table under a title, with a row for each run that is shown."""
@@ -284,7 +296,7 @@ class KernelColumns:
             Column(error_name(logits=self.logits)),
             *numbers,
             Column("attention's share"),
-            *(Column(BESIDE[what]) for what in self.beside),
+            *map(Column, self.beside.values()),
             Column(f"from {self.against}", width=100),
         )
         standard = [run.kind != "whole" for run in self.shown]
