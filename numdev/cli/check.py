@@ -289,7 +289,7 @@ def check_function(
 
     scripts = output or tempfile.mkdtemp(prefix="numdev-check-")
     with (
-        FunctionProcess(run=served, starts_cuda=_uses_cuda(device)) as process,
+        FunctionProcess(run=served, starts_cuda=_may_use_cuda(device)) as process,
         contextlib.redirect_stdout(sys.stderr),
     ):
         source = _source_of_inputs(inputs)
@@ -347,7 +347,7 @@ def write_report(result: CheckResult, output: Path) -> None:
     html.write(result.report, output)
 
 
-def _uses_cuda(device: str) -> bool:
+def _may_use_cuda(device: str) -> bool:
     """Whether another device than `cpu` is asked for (`auto`, `cuda`), and Linux has the
     device files of a GPU. PyTorch is not asked, since a fork could not use CUDA then."""
     return device != "cpu" and any(Path("/dev").glob("nvidia[0-9]*"))

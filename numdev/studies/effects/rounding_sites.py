@@ -98,9 +98,9 @@ class RoundedWeights:
 
 class AtSites:
     """Rounds what operations at `sites` compute to the dtype that their result says,
-    unless that is more precise than `format`. Parameters, whose site is `weights`, are
-    rounded where they are read. Rounding is to nearest, or with a `generator` up or down
-    at random.
+    unless that is more precise than `format`. Parameters and buffers, whose site is
+    `weights`, are rounded where they are read. Rounding is to nearest, or with a
+    `generator` up or down at random.
 
     An operator that only moves values returns them as they are, since they were rounded
     where they were computed. Only the numbers that it brings in (of a mask, a pad, a

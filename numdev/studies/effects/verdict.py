@@ -293,9 +293,9 @@ def _ratio_test(
     no interval and is more than SURELY times the limit; or, with `steady` (no router,
     many positions), the ratio in one sequence is. Held: it has an interval and is within
     the limit; or there is no ratio and the cost is 0. Not applicable: for the kernel
-    `against` beside itself, and in a pipeline for all sites. Undecided
-    otherwise, also where a sequence has an error and the run beside it none, and for a
-    ratio of 0 without an interval. `run`: one with a cost."""
+    `against` beside itself, and in a pipeline for all sites. Undecided otherwise, also
+    where a sequence has an error and the run beside it none, and for a ratio of 0 without
+    an interval. `run`: one with a cost."""
     by, against = RATIO_RULES[run.beside or "sites"], against_in_words(plan.against)
     wide = by.rule == "model" and run.format not in BIAS_FORMATS
     limit = getattr(limits, f"{by.limit}_float32" if wide else by.limit)

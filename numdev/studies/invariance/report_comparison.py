@@ -58,7 +58,7 @@ ERRORS = {"error_base": "as it is", "error_variant": "in the other form"}
 
 
 class InvarianceNames:
-    """The names by which rows of two reports are matched, as `movement.Names` has them
+    """The names by which rows of two reports are matched, as `noise_model.Names` has them
     for an audit's."""
 
     def kernel(self, row: InvarianceRow) -> Key:

@@ -110,9 +110,8 @@ def invariance(
     system = System.probe(request.device)
     rules = rules or default_rules()
     check_system(system.as_dict(), rules)
-    kernels = [
-        p for p in plan_kernels(request.kernels, under_audit=True) if p.role == "kernel"
-    ]
+    planned = plan_kernels(request.kernels, under_audit=True)
+    kernels = [p for p in planned if p.role == "kernel"]
     formats = plan_formats(request.formats, kernels)
     axes = request.axes_asked or tuple(name for name in AXES if name not in ONLY_ASKED)
     watch = Stopwatch(system.device, SECTIONS)
