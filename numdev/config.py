@@ -111,10 +111,11 @@ class CaseConfig(Strict):
 
     @property
     def entry(self) -> str:
-        """Returns the name of the grid entry that the case comes from. Its own name where
-        it is no cell of a grid, or where its input regime is a grid itself."""
-        place = ",".join(f"{axis}={value}" for axis, value in self.axes.items())
-        return self.name.removesuffix(f"/{place}") if place else self.name
+        """Returns the name of the grid entry that the case comes from: its own name
+        without its place on the axes."""
+        # Axes of an input regime stand behind a slash of their own
+        place = "[/,]".join(re.escape(f"{x}={value}") for x, value in self.axes.items())
+        return re.sub(rf"/{place}\Z", "", self.name) if place else self.name
 
     @model_validator(mode="after")
     def _fits_together(self) -> CaseConfig:

@@ -50,6 +50,16 @@ def test_defaults(read: Any) -> None:
     assert (case.mask, case.layout) == (None, "contiguous")
 
 
+def test_all_cells_of_a_grid_come_from_one_entry(read: Any) -> None:
+    """Also those of an input regime that is a grid itself; and where the entry is called
+    as a place is."""
+    ties = {"name": "ties", "count": [2, 7], "strength": [4, 8]}
+    grid = one(name="a/inputs=ties", causal=[True, False], inputs=[ties, "normal"])
+    cases = read(grid).cases
+    assert (len(cases), {case.entry for case in cases}) == (10, {"a/inputs=ties"})
+    assert {case.entry for case in read(one(name="b, x=1")).cases} == {"b, x=1"}
+
+
 def test_a_sweeps_flags_beat_its_file(tmp_path: Path) -> None:
     """`seed` is where the file's seeds are counted from; an option given no time says
     nothing."""
