@@ -19,7 +19,6 @@ from numdev.gate.judgement import Judgement
 from numdev.gate.judging import check_system
 from numdev.gate.rules import Rules, default_rules_for_functions, read_rules
 from numdev.kernels import import_callable
-from numdev.operations.function.function_runs import FunctionRun
 from numdev.operations.function.inputs import calls_of, parameters_of
 from numdev.operations.function.judged import DRAWS
 from numdev.operations.function.problem_files import (
@@ -31,7 +30,7 @@ from numdev.operations.function.problem_files import (
 )
 from numdev.operations.function.process import FunctionProcess, Work
 from numdev.operations.function.reference import parameters_of_module
-from numdev.operations.function.trees import Arguments, outputs_of
+from numdev.operations.function.trees import Arguments
 from numdev.report import FunctionReport, Outcome
 from numdev.studies.audit.function_for_script import ScriptTarget
 from numdev.studies.audit.function_kind import not_judged
@@ -307,9 +306,9 @@ def match(
     def judge(data: object, output: object) -> tuple[bool, str]:
         """Returns whether the output is what the reference computes from the data, and
         the verdict in one line; False where it cannot be judged, as where the reference
-        raises. Raises MeasurementError where the rules were made for another system; what
-        PyTorch raises for an output without numbers in memory (on the device meta,
-        sparse)."""
+        raises, and for an output without numbers in memory (on the device meta, sparse).
+        Raises MeasurementError where the rules were made for another system, UsageError
+        for data without numbers in memory."""
         whole = not isinstance(data, tuple) or (len(data) > 1 and takes_one(reference))
         arguments = (data,) if whole else data
         system = System.probe(_device_of(arguments))
@@ -321,11 +320,8 @@ def match(
             again=False,
             outputs_only=True,
         )
-        outputs = outputs_of(output)
-        strides = {name: x.stride() for name, x in outputs.items()}
-        devices = {name: x.device.type for name, x in outputs.items()}
-        ran = FunctionRun(outputs=outputs, strides=strides, devices=devices)
-        part = run_format(asked, lambda draws: [ran])
+        run = partial(run_all, lambda *_, **__: output, backward=False)
+        part = run_format(asked, run)
         result = judged_result([part], {"target": asked.name}, system, rules)
         return result.passed, result.in_short
 

@@ -310,9 +310,10 @@ def output_judge(
     def judge(inputs: Sequence[object], outputs: object) -> tuple[bool, str]:
         """Returns whether outputs (one, a tuple in order, or a mapping by name) are what
         the reference computes from the inputs, and the verdict in one line; False where
-        they cannot be judged. Raises UsageError where the reference's code cannot be run,
-        MeasurementError where the rules were made for another system; what PyTorch raises
-        for an output without numbers in memory (on the device meta, sparse)."""
+        they cannot be judged, and for an output without numbers in memory (on the device
+        meta, sparse). Raises UsageError where the reference's code cannot be run, and for
+        inputs without numbers in memory; MeasurementError where the rules were made for
+        another system."""
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         device = tensors[0].device.type if tensors else "cpu"
         with tempfile.TemporaryDirectory() as place:

@@ -472,6 +472,24 @@ def test_check_function_raises_and_match_judges_one_output() -> None:
     assert words.startswith("the output (bfloat16) ")
 
 
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (lambda y: y.to("meta"), "output: expected a number .* is on the device meta"),
+        (Tensor.to_sparse, "output: expected a number .* is a sparse_coo tensor"),
+        (lambda y: torch.nested.nested_tensor([*y]), "output: expected .* is nested"),
+        (lambda y: None, "what is returned: None"),
+    ],
+)
+def test_match_takes_no_output_without_numbers(
+    changed: Callable[[Tensor], object], words: str
+) -> None:
+    data = examples.inputs(5)
+    is_right, verdict = match(examples.rms_norm)(data, changed(examples.fused(*data)))
+    assert not is_right
+    assert re.search(words, verdict)
+
+
 def test_match_hands_a_tuple_over_whole_to_a_reference_of_one_argument() -> None:
     """One argument without a default, in order, whatever else may be named."""
 

@@ -649,6 +649,7 @@ def returned(x: Tensor, weight: Tensor) -> Tensor:
         (copied, True, None),
         (returned, False, None),
         (lambda x, weight: x, False, "wrong"),
+        (lambda x, weight: x.to("meta"), False, "wrong"),
         (lambda x, weight, out: None, True, "wrong"),
         (lambda x: x, False, "raised"),
     ],
