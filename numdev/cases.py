@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import reprlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -228,13 +229,16 @@ class AttentionCase:
         // (heads left / kv heads): the caller chooses slices for which that is right.
         `rows`: int64 indices of the case's rows, from 0, ascending. Each row sees what it
         saw before: dq is that of these rows, dk and dv are sums over them alone. Raises
-        UsageError for rows in another order, where nothing stays of an axis, and for
-        query heads that are no multiple of the kv heads; IndexError for an index that
-        does not exist."""
+        UsageError for other rows, where nothing stays of an axis, and for query heads
+        that are no multiple of the kv heads; IndexError for an index that does not
+        exist."""
         if rows is not None:
-            if rows.ndim != 1 or not bool((rows.diff() > 0).all()):
+            are_indices = rows.ndim == 1 and rows.dtype == torch.int64
+            before = torch.tensor([-1], device=rows.device)
+            if not are_indices or not bool((rows.diff(prepend=before) > 0).all()):
                 raise UsageError(
-                    f"attention case {self.ref.case!r}: rows are not in ascending order"
+                    f"attention case {self.ref.case!r}: rows: expected ascending int64 "
+                    f"indices from 0, got {reprlib.repr(rows.tolist())}"
                 )
             rows = rows.to(self.q.device)
         if kv_heads is not None:

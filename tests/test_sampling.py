@@ -126,11 +126,11 @@ def test_truncation_tells_the_blocks_and_they_are_the_calls(window: Any) -> None
 
 
 def test_rows_must_be_in_order_and_kernels_get_whole_calls() -> None:
-    """Tiles take rows for a range of positions, so disorder or repetition is refused; and
-    a kernel under audit, which would take rows for neighbours, never gets some of
-    them."""
-    for rows in ([2, 1], [1, 1]):
-        with pytest.raises(UsageError, match="ascending"):
+    """Tiles take rows for a range of positions, so disorder or repetition is refused, and
+    so are places from the end, which no position has; and a kernel under audit, which
+    would take rows for neighbours, never gets some of them."""
+    for rows in ([2, 1], [1, 1], [-2, -1], [-1, 4], [[0, 1]], [0.0, 1.0], [False, True]):
+        with pytest.raises(UsageError, match="rows: expected ascending int64 indices"):
             long().restrict(rows=torch.tensor(rows))
     with pytest.raises(UsageError, match="positions: expected"):
         dataclasses.replace(long(), positions=torch.arange(3))
