@@ -103,8 +103,9 @@ def _signature_and_types(function: Any) -> tuple[inspect.Signature, dict[str, ob
 
 def _is_of_type(value: object, hint: Any) -> bool:
     """Whether a value is of an annotation. For a Sequence, Collection, list or tuple of
-    elements it is a collection of these, sets included; strings, bytes, mappings, tensors
-    and arrays are not. A tuple of several types has one element of each. Of a Mapping
+    elements it is a collection of these; strings, bytes, mappings, tensors and arrays are
+    not, and a set, which has no order, is a Collection alone. A tuple of several types
+    has one element of each. Of a Mapping
     only the keys are checked, of other classes with parameters none of these. A bool is
     no number, an empty string no string. `int` and `float` allow numbers of other
     libraries (numpy). A type variable allows every value."""
@@ -116,9 +117,10 @@ def _is_of_type(value: object, hint: Any) -> bool:
     if origin is Literal:
         return any(type(value) is type(x) and value == x for x in inner)
     if origin in LISTS:
-        is_text = isinstance(value, str | bytes | Mapping)
+        unordered = () if origin is collections.abc.Collection else (set, frozenset)
+        is_other = isinstance(value, (str, bytes, Mapping, *unordered))
         # Nor is a tensor a list
-        if is_text or hasattr(value, "ndim") or not isinstance(value, Collection):
+        if is_other or hasattr(value, "ndim") or not isinstance(value, Collection):
             return False
         if origin is tuple and ... not in inner:
             return len(value) == len(inner) and all(map(_is_of_type, value, inner))
@@ -147,7 +149,8 @@ def _allowed_words(hint: object) -> Iterator[str]:
     elif origin is Literal:
         yield from map(repr, inner)
     elif origin in LISTS:
-        several = [word.partition(" ")[2] or word for word in _allowed_words(inner[0])]
+        words = _allowed_words(inner[0])
+        several = [word.removeprefix("a ").removeprefix("an ") for word in words]
         yield f"a sequence ({_joined_with_or(several)})"
     elif origin is collections.abc.Mapping:
         yield "a mapping"

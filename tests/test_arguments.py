@@ -4,7 +4,7 @@ came."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from gate_rows import report, row
 from torch import Tensor, nn
 
 import numdev
-from numdev.argument_checks import checked
+from numdev.argument_checks import checked, expect
 from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import UsageError
 from numdev.kernels import Kernel, find, options_of
@@ -209,34 +209,49 @@ def test_wrong_arguments_are_named(
 @checked
 def public(
     number: float = 1.0, *, name: str = "", mode: bool | Literal["auto"] = False,
-    sides: tuple[int, int] = (0, 0), of: Sequence[str | Path] = (), **more: Any,
+    sides: tuple[int, int] = (0, 0), of: Sequence[str | Path] = (),
+    any_order: Collection[str] = (), **more: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
-    return number, name, mode, sides, of, more
+    return number, name, mode, sides, of, any_order, more
 
 
 @pytest.mark.parametrize(
     "right",
     [{}, {"number": 2}, {"number": 0.5}, {"name": ""}, {"name": "a"}, {"mode": "auto"},
      {"mode": True}, {"sides": (1, 2)}, {"sides": [1, 2]}, {"of": ["a", Path("b")]},
-     {"of": {"a"}}, {"of": {"a": 1}.keys()}, {"other": ""}],
+     {"of": {"a": 1}.keys()}, {"any_order": {"a"}}, {"other": ""}],
 )  # fmt: skip
 def test_right_arguments_arrive_as_they_are(right: dict[str, Any]) -> None:
-    """A default may be empty, an integer is a number, and a set has elements too."""
-    accepted = {"number": 1.0, "name": "", "mode": False, "sides": (0, 0), "of": ()}
+    """A default may be empty, an integer is a number, and a set is a collection."""
+    accepted = {"number": 1.0, "name": "", "mode": False, "sides": (0, 0), "of": (),
+                "any_order": ()}  # fmt: skip
     others = {name: x for name, x in right.items() if name not in accepted}
-    assert public(**right) == (*list({**accepted, **right}.values())[:5], others)
+    assert public(**right) == (*list({**accepted, **right}.values())[:6], others)
 
 
 @pytest.mark.parametrize(
     "wrong",
     [{"number": True}, {"number": "1"}, {"name": None}, {"mode": "never"}, {"mode": 1},
      {"sides": (1,)}, {"sides": (1, "a")}, {"of": "ab"}, {"of": b"ab"}, {"of": [""]},
-     {"of": torch.ones(2)}, {"of": {"a": 1}}],
+     {"of": torch.ones(2)}, {"of": {"a": 1}}, {"of": {"a"}}, {"sides": {1, 2}},
+     {"any_order": "a"}],
 )  # fmt: skip
 def test_what_an_annotation_does_not_allow(wrong: dict[str, Any]) -> None:
-    """True is no number, a string and a mapping are no sequences, and a pair has two."""
+    """True is no number; a string, a mapping and a set are no sequences; a pair has
+    two."""
     with pytest.raises(UsageError, match=f"^{next(iter(wrong))}: expected "):
         public(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("hint", "words"),
+    [(Sequence[bool], "a sequence (True or False)"), (Sequence[int], "a sequence (integer)"),
+     (Sequence[Literal["a b"]], "a sequence ('a b')")],
+)  # fmt: skip
+def test_what_a_sequence_may_have_is_told_without_articles(hint: Any, words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        expect("x", 3, hint)
+    assert str(caught.value) == f"x: expected {words}, got 3"
 
 
 @pytest.mark.parametrize(
