@@ -12,12 +12,12 @@ import yaml
 from commands import run
 from gate_rows import control, lse, report, row
 
-from numdev.errors import MeasurementError
+from numdev.errors import MeasurementError, UsageError
 from numdev.gate import fitting, judging
 from numdev.gate.fitting import fitted_thresholds, rounded_up
 from numdev.gate.judging import judge_report
 from numdev.gate.rules import Rules, default_rules
-from numdev.report import AuditReport, DeviationRow, write
+from numdev.report import AuditReport, DeviationRow, FunctionReport, write
 from numdev.studies.audit import explanations
 
 
@@ -118,6 +118,15 @@ def test_a_kernel_that_is_wrong_outright_sets_no_standard() -> None:
         fitted_thresholds(
             report(row(), row(None, case="d", status="failed", reason="x")), "r"
         )
+
+
+def test_a_function_beside_its_reference_sets_no_standard() -> None:
+    """The limits are of attention: of a function they would hold nothing."""
+    of_function = FunctionReport(**vars(report(row())) | {"kind": "function"})
+    with pytest.raises(
+        UsageError, match="expected the report of an audit or a sweep, got"
+    ):
+        fitted_thresholds(of_function, "r")
 
 
 HOSTILE = ("a: b", "- x", "{y}", "*", "no", "!x", "1e5", "'\"#", "a\nb", "\u2028\x85\x00",

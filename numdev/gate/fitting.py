@@ -21,7 +21,7 @@ from numdev.gate.rules import Instead, Rules, Threshold, default_rules
 from numdev.gate.threshold_tests import threshold_tests
 from numdev.grouping import grouped
 from numdev.metrics.row_metrics import ESTIMATED, MAXIMA, interval_of, value_of
-from numdev.report import Outcome, Report
+from numdev.report import FunctionReport, Outcome, Report
 
 # By metric, of one head or of a median, of what is fitted: the margin, and the least
 # fitted to.
@@ -47,10 +47,10 @@ def fitted_thresholds(report: Report, name: str) -> str:
     """Returns the YAML text of thresholds fitted to a report. `name`: what errors call
     the report.
 
-    Raises UsageError for a report of another kind than audits, sweeps and checks of
-    functions; MeasurementError where no kernel was measured, or the report does not pass
-    the fitted thresholds, and as `judge_report`."""
-    if not isinstance(report, Measured):
+    Raises UsageError for a report of another kind than audits and sweeps;
+    MeasurementError where no kernel was measured, or the report does not pass the fitted
+    thresholds, and as `judge_report`."""
+    if not isinstance(report, Measured) or isinstance(report, FunctionReport):
         what = (
             f"{name}: expected the report of an audit or a sweep, got one of "
             f"{report.kind}"
