@@ -6,7 +6,7 @@ records alone: no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import TypeVar
@@ -211,12 +211,11 @@ def judge(
 
 
 def catching_tests(
-    power: Sequence[Power], rules: Rules, formats: Iterable[str]
+    power: Sequence[Power], rules: Rules, formats: Collection[str]
 ) -> Iterator[Test]:
     """Yields a test for each planted fault that the rules must catch, in the order of the
     rules; nothing where they name none. It is held where the fault was planted in all
-    these `formats`, which are walked once for each fault, and is caught in each from the
-    rules' dose on; else missing."""
+    these `formats`, and is caught in each from the rules' dose on; else missing."""
     for fault, dose in rules.catches.items():
         planted = [p for p in power if p.fault == fault]
         weak = [p for p in planted if p.caught_from is None or p.caught_from > dose]
