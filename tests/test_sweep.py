@@ -8,7 +8,7 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -396,6 +396,18 @@ def test_heads_are_pooled_before_seeds() -> None:
         cell.metric: cell.mean for cell in cells(rows, tuple(pooled), ("mine", {}), {})
     }
     assert result == pytest.approx(pooled)
+
+
+@pytest.mark.parametrize(
+    ("counts", "pooled"),
+    [((0, None), None), ((0, 0), 0.0), ((2, None), 2.0), ((2, 1), 3.0)],
+)
+def test_elements_that_are_not_finite_are_none_where_a_head_is_unknown(
+    counts: Sequence[int | None], pooled: float | None
+) -> None:
+    rows = [row(head, nonfinite=count) for head, count in enumerate(counts)]
+    (cell,) = cells(rows, ("nonfinite",), ("mine", {}), {})
+    assert cell.mean == pooled
 
 
 def test_a_cell_has_the_extremes_of_its_heads_and_counts_its_seeds() -> None:

@@ -145,7 +145,8 @@ def _pooled_over_heads(
 ) -> pd.DataFrame:
     """Returns a table with one line for each cell, seed, kernel and format: the metrics
     pooled over heads, whether the reference limits any of these heads, and the kernel's
-    options."""
+    options. A metric is of the heads that have a number, NaN without one; a sum is also
+    NaN where it is 0 and a head has no number."""
     table = pd.DataFrame(list(map(vars, rows)), columns=list(DeviationRow.model_fields))
     table["chosen"] = table["options"].map(_options_text)
     table["limited"] = table["reason"] == "reference-limited"
@@ -162,7 +163,11 @@ def _pooled_over_heads(
             pooled[metric] = (sums[0] / sums[1]) ** (1 / power)
         else:
             of = values.groupby(keys, sort=False, dropna=False)
-            pooled[metric] = of.sum(min_count=1) if how == "sum" else of.agg(how)
+            pooled[metric] = of.agg(how)
+            if how == "sum":  # 0 of some heads says nothing of the others
+                pooled[metric] = pooled[metric].where(
+                    (pooled[metric] > 0) | (of.count() == of.size())
+                )
     return pooled.reset_index()
 
 
