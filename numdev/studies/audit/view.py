@@ -183,9 +183,9 @@ def _format_blocks(
 
 
 def _ranking_line(k: KernelSummary, failed: FailedNumbers) -> list[Cell]:
-    """Returns a kernel's line of the ranking. Where elements of its output are NaN or
-    infinite unlike the exact result, every number is `NaN`, since its other elements do
-    not describe it."""
+    """Returns a kernel's line of the ranking. Where elements of its output are finite,
+    infinite or NaN unlike the exact result, every number is `NaN`, since its other
+    elements do not describe it."""
     errors = Cell(si(k.mean_abs)), Cell(_max_error_text(k))
     numbers = [*_ratio_cells(k, k, failed), *errors]
     if k.nonfinite:
