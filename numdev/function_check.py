@@ -17,7 +17,7 @@ from numdev.errors import MeasurementError, UsageError
 from numdev.formats import Format, dtype_of, format_named
 from numdev.gate.judgement import Judgement
 from numdev.gate.judging import check_system
-from numdev.gate.rules import Rules, default_rules_for_functions, read_rules
+from numdev.gate.rules import Rules, default_rules_for_functions
 from numdev.kernels import import_callable
 from numdev.operations.function.inputs import calls_of, parameters_of
 from numdev.operations.function.judged import DRAWS
@@ -48,8 +48,7 @@ from numdev.studies.audit.functions import (
 )
 from numdev.studies.audit.reproducer_script import name_of
 from numdev.system import System
-from numdev.testing import CheckResult, Thresholds, filled_text
-from numdev.yamlfile import validated
+from numdev.testing import CheckResult, Thresholds, filled_text, rules_of
 
 NOTHING = "no test could be judged"
 OTHER_STATE = (
@@ -104,7 +103,7 @@ def check_beside(
         backward=_wants_gradients(first) if backward is None else backward,
         seeds=seeds,
         device=system.device,
-        remarks=_unseen(first),
+        remarks=_unseen_sentences(first),
     )
     run = _runner(function, process, backward=asked.backward)
     wanted = [
@@ -113,7 +112,7 @@ def check_beside(
     parts = [run_format(each, run) for each in wanted]
     source = name_of(inputs) if callable(inputs) else inputs and str(inputs)
     request = {"target": asked.name, "inputs": source or shapes}
-    rules = rules_of(thresholds)
+    rules = rules_of(thresholds, default_rules_for_functions)
     return judged_result(parts, request, system, rules, tolerance, reproducers)
 
 
@@ -193,7 +192,7 @@ def check_problem(
         script = ScriptTarget(file=Path(solution), name=SOLUTION, build=build)
         parts.append(run_format(asked, run, script))
     request = {"target": str(solution), "inputs": f"{read.path.name}:get_inputs"}
-    rules = rules_of(thresholds)
+    rules = rules_of(thresholds, default_rules_for_functions)
     return judged_result(parts, request, system, rules, tolerance, reproducers)
 
 
@@ -301,7 +300,7 @@ def match(
     and so is a tuple of several where the reference takes one argument. Only the output
     is judged, not what was written into the data. `thresholds`: a gate file, or its
     content; None: the default rules. Raises UsageError for wrong rules."""
-    rules = rules_of(thresholds)
+    rules = rules_of(thresholds, default_rules_for_functions)
 
     def judge(data: object, output: object) -> tuple[bool, str]:
         """Returns whether the output is what the reference computes from the data, and
@@ -386,7 +385,7 @@ def _wants_gradients(calls: Sequence[Arguments]) -> bool:
     return any(x.requires_grad for call in calls for x in call.leaves().values())
 
 
-def _unseen(calls: Sequence[Arguments]) -> list[str]:
+def _unseen_sentences(calls: Sequence[Arguments]) -> list[str]:
     """Returns a sentence for each dataclass among the inputs that has tensors: numdev
     does not look into it."""
     names = dict.fromkeys(name for call in calls for name in call.unseen())
@@ -405,17 +404,6 @@ def _formats_to_check(names: str | Sequence[str], inputs: object) -> list[Format
     if not asked:
         return [None if inputs is not None else format_named("bfloat16")]
     return [format_named(name) for name in asked]
-
-
-def rules_of(thresholds: Thresholds) -> Rules:
-    """Returns the rules of a gate file or of its content; None: the default rules for
-    functions. Raises UsageError for wrong rules, and names the key if one is at fault;
-    also for a file that cannot be read."""
-    if thresholds is None:
-        return default_rules_for_functions()
-    if isinstance(thresholds, Mapping):
-        return validated({"name": "given", **thresholds}, Rules, "thresholds")
-    return read_rules(Path(thresholds))
 
 
 def _verdict_lines(report: FunctionReport) -> list[str]:

@@ -20,9 +20,9 @@ from numdev.function_check import (
     at_least_one_seed,
     judged_result,
     match,
-    rules_of,
     run_format,
 )
+from numdev.gate.rules import default_rules_for_functions
 from numdev.operations.function.definitions import (
     Definition,
     DefinitionSurroundings,
@@ -49,7 +49,7 @@ from numdev.studies.audit.function_for_script import ScriptTarget
 from numdev.studies.audit.function_power import parsed_tolerance
 from numdev.studies.audit.functions import Asked, RunAll, in_process, run_all
 from numdev.system import System
-from numdev.testing import CheckResult, Thresholds
+from numdev.testing import CheckResult, Thresholds, rules_of
 
 
 class BuildMetadata(Protocol):
@@ -124,7 +124,7 @@ def check_task(
             "inputs": f"{folder.path / 'reference.py'}:generate_input",
             "reference": f"{folder.path / 'reference.py'}:ref_kernel",
         }
-        rules = rules_of(thresholds)
+        rules = rules_of(thresholds, default_rules_for_functions)
         return judged_result([part], request, system, rules, tolerance, reproducers)
 
 
@@ -185,7 +185,7 @@ def check_definition(
             "inputs": str(inputs or shapes or "normal numbers"),
             "reference": f"{definition}:run",
         }
-        rules = rules_of(thresholds)
+        rules = rules_of(thresholds, default_rules_for_functions)
         return judged_result([part], request, system, rules, tolerance, reproducers)
 
 
@@ -305,7 +305,7 @@ def output_judge(
     read = definition
     if not isinstance(read, Definition):
         read = read_definition(Path(read))
-    rules_of(thresholds)
+    rules_of(thresholds, default_rules_for_functions)
 
     def judge(inputs: Sequence[object], outputs: object) -> tuple[bool, str]:
         """Returns whether outputs (one, a tuple in order, or a mapping by name) are what

@@ -162,12 +162,12 @@ def check(
     if reference is not None:
         if cases is not None or claims is not None or invariant:
             raise UsageError("reference: cases, claims and invariant are of attention")
-        return _beside(
+        return _check_beside_reference(
             function, reference, inputs, shapes, formats, backward, seeds, device,
             thresholds,
         )  # fmt: skip
     name, kernel = _kernel_of(function, claims)
-    rules, axes = _rules_of(thresholds), _axes_of(invariant)
+    rules, axes = rules_of(thresholds, default_rules_for_checks), _axes_of(invariant)
     plan = _plan_of(kernel, formats, System.probe(device), backward=backward is not False)
     seeds = (seeds,) if isinstance(seeds, int) else tuple(seeds)
     asked = {
@@ -179,7 +179,7 @@ def check(
     return _check_result(name, source, plan, rules, asked, axes, reproducers)
 
 
-def _beside(
+def _check_beside_reference(
     function: Callable[..., object] | Kernel,
     reference: Callable[..., object],
     inputs: Callable[..., object] | str | Path | None,
@@ -489,12 +489,12 @@ def _axis_findings(
     return wrong, untried
 
 
-def _rules_of(thresholds: Thresholds) -> Rules:
-    """Returns the rules of a gate file or of its content; None: the default rules for
-    checks. Raises UsageError for wrong rules, and names the key if one is at fault; also
-    for a file that cannot be read."""
+def rules_of(thresholds: Thresholds, default: Callable[[], Rules]) -> Rules:
+    """Returns the rules of a gate file or of its content; None: those of `default`.
+    Raises UsageError for wrong rules, and names the key if one is at fault; also for a
+    file that cannot be read."""
     if thresholds is None:
-        return default_rules_for_checks()
+        return default()
     if isinstance(thresholds, Mapping):
         return validated({"name": "given", **thresholds}, Rules, "thresholds")
     return read_rules(Path(thresholds))
