@@ -118,7 +118,7 @@ def audit(
             unregistered=functions, workers=cluster,
             opened=audited.opened, save_cases=Path(save_cases) if save_cases else None,
         )  # fmt: skip
-    return _written(report, directory)
+    return _write_and_require_measured(report, directory)
 
 
 def _nonempty_options(options: Mapping[str, object]) -> Mapping[str, object]:
@@ -305,7 +305,7 @@ def logprobs(
     if output is not None:
         claim_directory(Path(output), "logprobs", data, overwrite=overwrite)
     report = logprobs_of_files(request, command="numdev.logprobs")
-    return _written(report, None if output is None else Path(output))
+    return _write_and_require_measured(report, None if output is None else Path(output))
 
 
 @checked
@@ -348,7 +348,7 @@ def invariance(
     report = study.invariance(
         request, directory, command="numdev.invariance", overwrite=overwrite
     )
-    return _written(report, directory)
+    return _write_and_require_measured(report, directory)
 
 
 @checked
@@ -385,7 +385,7 @@ def effects(
     report = study.effects(
         request, directory, command="numdev.effects", overwrite=overwrite
     )
-    return _written(report, directory)
+    return _write_and_require_measured(report, directory)
 
 
 def _output_directory(output: str | Path | None, kind: str) -> Path | None:
@@ -398,7 +398,7 @@ def _output_directory(output: str | Path | None, kind: str) -> Path | None:
     return Path(output)
 
 
-def _written(report: R, directory: Path | None) -> R:
+def _write_and_require_measured(report: R, directory: Path | None) -> R:
     """Returns the report; writes it, its tables and its page into a directory first,
     unless that is None. Raises OSError where one of these cannot be written;
     MeasurementError where nothing could be measured, after the report is written."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from numdev.gate.compare_report import Compared
     from numdev.gate.judgement import Beside, Judgement, Statement, Test
-    from numdev.gate.row_pairs import Naming
+    from numdev.gate.row_pairs import RowKeys
     from numdev.gate.rules import Rules
     from numdev.report.document import Node, Style
     from numdev.report.records.reports import Finding, Report
@@ -68,7 +68,7 @@ class Kind(Generic[R]):
     styles: Callable[[R], Sequence[Style]] = lambda report: ()
     """The styles of the first sentences of its answer, where these are verdicts."""
     judged: Judged[R] | None = None
-    moves: Callable[[R, R], tuple[Naming[Any], Compared]] | None = None
+    moves: Callable[[R, R], tuple[RowKeys[Any], Compared]] | None = None
     """What moved from an older report to a newer one."""
     has_map: bool = False  # of cells, on its page, that findings link to
     limits: type[BaseModel] | None = None

@@ -31,8 +31,8 @@ from numdev.gate.findings import first_clauses, joined_words
 from numdev.gate.noise_model import (
     FAR,
     THRESHOLD,
+    AuditKeys,
     Change,
-    Names,
     NoiseModel,
     Pair,
     has_same_bits,
@@ -42,7 +42,7 @@ from numdev.gate.noise_model import (
     ratio_of_log,
 )
 from numdev.gate.row_checks import NUMBERS, Measured, Rows
-from numdev.gate.row_pairs import Naming, R
+from numdev.gate.row_pairs import R, RowKeys
 from numdev.grouping import grouped
 from numdev.report import (
     CallRecord,
@@ -137,9 +137,9 @@ def compare(
         require_whole(report, name)
     allowed = [shared_request(x, new, allow) for x, _ in named[:-1]][-1]
     rows = _rows_without_controls(old), _rows_without_controls(new)
-    names, compared = _comparison_function(new.kind)(old, new)
+    keys, compared = _comparison_function(new.kind)(old, new)
     moves = sorted(compared.moves, key=lambda move: -move.excess)
-    presences = (*_presence_records(*rows, names), *compared.presences)
+    presences = (*_presence_records(*rows, keys), *compared.presences)
     summary = _summary(compared, {row.role for row in (*rows[0], *rows[1])})
     places = Places([move.place for move in moves])
     if isinstance(new, Measured):
@@ -408,7 +408,7 @@ def leaves_with_paths(value: object, key: str) -> Iterator[tuple[str, object]]:
 
 
 # What moved from a report to a later one of its kind
-Moves = Callable[[Any, Any], tuple[Naming[Any], Compared]]
+Moves = Callable[[Any, Any], tuple[RowKeys[Any], Compared]]
 MISSING = object()
 EMPTY: dict[type, object] = {list: [], tuple: (), dict: {}, str: ""}
 
@@ -433,7 +433,7 @@ def _comparison_function(kind: str) -> Moves:
     return moves
 
 
-def moves_of_rows(a: Measured, b: Measured) -> tuple[Names, Compared]:
+def moves_of_rows(a: Measured, b: Measured) -> tuple[AuditKeys, Compared]:
     """Compares the rows of an audit or a sweep B with those of A, without planted faults.
     Returns the keys by which rows are paired, and what moved."""
     return _compare_rows(_rows_without_controls(a), _rows_without_controls(b), b.cases)
@@ -441,15 +441,15 @@ def moves_of_rows(a: Measured, b: Measured) -> tuple[Names, Compared]:
 
 def _compare_rows(
     old: Rows, new: Rows, cases: Sequence[CallRecord]
-) -> tuple[Names, Compared]:
+) -> tuple[AuditKeys, Compared]:
     """Compares the rows of B with those of A. Returns the keys by which rows are paired,
     and the groups, moves and notes. A row that is in a report twice counts once. `cases`:
     the calls of B."""
-    names, pairs = Names(old, new), paired_rows(old, new, cases)
+    keys, pairs = AuditKeys(old, new), paired_rows(old, new, cases)
     noise = NoiseModel(pairs)
     groups: list[Group] = []
-    moves: list[Move] = list(_operator_moves(pairs, names))
-    for members in grouped(pairs, lambda p: (*names.kernel(p.b), p.b.tensor)).values():
+    moves: list[Move] = list(_operator_moves(pairs, keys))
+    for members in grouped(pairs, lambda p: (*keys.kernel(p.b), p.b.tensor)).values():
         judged = [noise.judged_changes(pair) for pair in members]
         of_group: list[Move] = []
         for pair, changes in zip(members, judged, strict=True):
@@ -468,7 +468,7 @@ def _compare_rows(
         notes.insert(
             0, f"{unjudged} rows differ, and have no number that could be judged."
         )
-    return names, Compared(groups, moves, tuple(notes), inputs)
+    return keys, Compared(groups, moves, tuple(notes), inputs)
 
 
 def _pair_moves(pair: Pair, judged: Sequence[Change]) -> Iterator[Move]:
@@ -516,19 +516,19 @@ def _reproducibility_moves(members: Sequence[Pair]) -> Iterator[Move]:
     yield _move_record(pair, "noise", words, a=pair.a.noise, b=pair.b.noise)
 
 
-def _operator_moves(pairs: Sequence[Pair], names: Names) -> Iterator[Move]:
+def _operator_moves(pairs: Sequence[Pair], keys: AuditKeys) -> Iterator[Move]:
     """Yields a move for each operator that ran in place of another in a pass (forward or
     backward) of a kernel, with in how many of its calls. All tensors of a pass carry this
     evidence; it is reported once."""
     kernels = (p for p in pairs if p.b.role == "kernel" and p.a.ran and p.b.ran)
     by_pass = grouped(
-        kernels, lambda p: (names.kernel(p.b), tensor_spec(p.b.tensor).is_gradient)
+        kernels, lambda p: (keys.kernel(p.b), tensor_spec(p.b.tensor).is_gradient)
     )
     for passes in by_pass.values():
-        calls = len({names.step(p.b) for p in passes})
+        calls = len({keys.step(p.b) for p in passes})
         for (a, b), of_pass in grouped(passes, lambda p: (p.a.ran, p.b.ran)).items():
             if a != b:
-                count = len({names.step(p.b) for p in of_pass})
+                count = len({keys.step(p.b) for p in of_pass})
                 yield _move_record(
                     of_pass[0], "ran", f"{a} ran, now {b} ({count} of {calls} calls)"
                 )
@@ -613,7 +613,7 @@ def has_equal_numbers(a: DeviationRow, b: DeviationRow) -> bool:
 
 
 def _presence_records(
-    old: Sequence[R], new: Sequence[R], names: Naming[R]
+    old: Sequence[R], new: Sequence[R], keys: RowKeys[R]
 ) -> Iterator[Presence]:
     """Yields, by kernel and reason, a record of rows and numbers that only A has (`gone`)
     or only B (`new`), then of rows that failed in either."""
@@ -621,15 +621,15 @@ def _presence_records(
     sides: tuple[tuple[Which, Sequence[R], Sequence[R]], ...]
     sides = (("gone", old, new), ("new", new, old))
     for what, mine, others in sides:
-        bare = {names.step(r): r for r in others if r.status != "ok"}
-        measured = {names.row(r): r for r in others if r.status == "ok"}
-        kernels = {names.kernel(r) for r in others}
-        for key, row in {names.row(r): r for r in mine if r.status == "ok"}.items():
+        bare = {keys.step(r): r for r in others if r.status != "ok"}
+        measured = {keys.row(r): r for r in others if r.status == "ok"}
+        kernels = {keys.kernel(r) for r in others}
+        for key, row in {keys.row(r): r for r in mine if r.status == "ok"}.items():
             if key in measured:
-                if lost := tuple(names.lost(row, measured[key])):
+                if lost := tuple(keys.lost(row, measured[key])):
                     lacking.append((row, what, "no number", lost))
             else:
-                kernel, call, _ = step = names.step(row)
+                kernel, call, _ = step = keys.step(row)
                 other = bare.get(step) or bare.get((kernel, call, False))
                 why = (
                     f"{other.status}: {other.reason}" if other else "there is no such row"
@@ -638,14 +638,14 @@ def _presence_records(
                     why = ABSENT
                 lacking.append((row, what, why, ()))
     for side, rows, others in (("A", old, new), ("B", new, old)):
-        kernels = {names.kernel(r) for r in others}
+        kernels = {keys.kernel(r) for r in others}
         for row in (row for row in rows if row.status == "failed"):
-            alone = " alone" * (names.kernel(row) not in kernels)
+            alone = " alone" * (keys.kernel(row) not in kernels)
             lacking.append((row, "failed", f"in {side}{alone}: {row.reason}", ()))
     for (_, which, why, lost), members in grouped(
-        lacking, lambda x: (names.kernel(x[0]), *x[1:])
+        lacking, lambda x: (keys.kernel(x[0]), *x[1:])
     ).items():
-        abouts = [names.about(row) for row, *_ in members]
+        abouts = [keys.about(row) for row, *_ in members]
         yield Presence(
             role=abouts[0]["role"],
             kernel=abouts[0]["kernel"],
@@ -655,7 +655,7 @@ def _presence_records(
             tensors=tuple(dict.fromkeys(about["tensor"] for about in abouts)),
             rows=len(members),
             why=why,
-            place=names.place(members[0][0]),
+            place=keys.place(members[0][0]),
             lacks=lost,
         )
 

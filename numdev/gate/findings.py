@@ -196,7 +196,7 @@ def _kernel_verdict(
             }
         case Outcome.NOT_JUDGED:
             lacking = [test for test in tests if test.outcome is Outcome.NOT_JUDGED]
-            about["reason"], about["details"] = _reasons(lacking or tests)
+            about["reason"], about["details"] = _statement_of_reasons(lacking or tests)
             about["rule"] = lacking[0].rule if lacking else None
         case Outcome.PASSED:
             bound = [test for test in applied if test.bound is not None]
@@ -213,7 +213,7 @@ def _kernel_verdict(
     )
 
 
-def _reasons(tests: Sequence[Test]) -> Statement:
+def _statement_of_reasons(tests: Sequence[Test]) -> Statement:
     """Returns the first reason of these tests, and as details up to REASONS - 1 others,
     joined by `; `. Where they have no reason the first is `no rule could be applied`."""
     reasons = dict.fromkeys(why for test in tests for why in test.reasons)
@@ -273,9 +273,9 @@ def _limit_findings(
             more.setdefault(same, []).append((len(named_first), named_first[0][0].rule))
         else:
             at_of[number] = len(findings)
-            before = len(fault.rows) - len(named_first)
+            others = len(fault.rows) - len(named_first)
             findings.append(
-                _finding_of_fault(fault._replace(rows=named_first), named, before, every)
+                _finding_of_fault(fault._replace(rows=named_first), named, others, every)
             )
     also = _other_failed_rules(faults, owner, at_of)
     inherits = _inherited_flags(findings)
@@ -520,9 +520,9 @@ def _relative_error(row: DeviationRow) -> float:
     return ratio or 0.0
 
 
-def _finding_of_fault(fault: Fault, named: Places, before: int, every: Rows) -> Finding:
+def _finding_of_fault(fault: Fault, named: Places, others: int, every: Rows) -> Finding:
     """Returns the finding on a fault, with its sentence, place and cause. `named` puts
-    places in words; `before`: how many more rows it has that other findings name;
+    places in words; `others`: how many more rows it has that other findings name;
     `every`: the rows of all kernels."""
     tests = list({id(test): test for test, _ in fault.rows}.values())
     verdict, rows = tests[0], [judged_row.row for _, judged_row in fault.rows]
@@ -539,7 +539,7 @@ def _finding_of_fault(fault: Fault, named: Places, before: int, every: Rows) -> 
     if metric == "nonfinite":
         fields["unlike"] = _unlike_the_exact(rows, every)
     start = f"{label(verdict)} ({', '.join(formats)}) "
-    count = _Count(len(rows), judged, before, named.words.unit)
+    count = _Count(len(rows), judged, others, named.words.unit)
     sentence, is_counted = _counted_sentence(
         start, WRONG.get(metric, WRONG[""]), fields, count, median=verdict.median
     )
@@ -571,7 +571,7 @@ class _Count(NamedTuple):
 
     offending: int
     judged: int
-    before: int  # more of them, which earlier findings name
+    others: int  # more of them, which other findings name
     unit: str  # what one is called
 
     @property
@@ -591,10 +591,10 @@ def _counted_sentence(
     """Returns the sentence of a finding, `start` and the filled template, and whether it
     says in how many units the fault is. It does where the template has a place for that,
     it has at most WORDS words with it, several units were judged, and none is in other
-    findings (`count.before`). With `median` it does not: its number is said to be the
+    findings (`count.others`). With `median` it does not: its number is said to be the
     median unit's. Else `up to` stands before the number, if it has a place, where several
     units offend and none is in other findings."""
-    some = not count.before and count.judged > 1
+    some = not count.others and count.judged > 1
     up_to = "up to " if some and count.offending > 1 and not median else ""
     ways = [(f" {count.in_words}", ""), ("", "")] if some else [("", "")]
     if median:
@@ -620,8 +620,8 @@ def _where_sentences(
     if place := _place_in_units(rows, count.unit):
         yield f"It errs{place}."
     words = f"I{count.in_words[1:]}"
-    if count.before:
-        words += f", beside {count.before} of other findings"
+    if count.others:
+        words += f", beside {count.others} of other findings"
     worst = f"orst at {named(rows[0])}."
     yield f"W{worst}" if is_counted else f"{words}, w{worst}"
 

@@ -85,7 +85,7 @@ class Pair:
         return (*self.tensor, self.b.case, self.b.seed)
 
 
-class Names:
+class AuditKeys:
     """The keys by which rows of both reports are paired.
 
     Options are part of a kernel's name only where it ran with several sets of them, and
@@ -181,17 +181,17 @@ def paired_rows(a: Rows, b: Rows, cases: Sequence[CallRecord]) -> list[Pair]:
     """Returns the pairs of rows of kernels and baselines that were measured in both
     reports, in B's order. A row that is in a report twice counts once; `cases`: the calls
     of B, which tell how wide the tensors are (1 for an unknown one)."""
-    names = Names(a, b)
-    sides = [{names.row(r): r for r in rows if r.status == "ok"} for rows in (a, b)]
+    keys = AuditKeys(a, b)
+    sides = [{keys.row(r): r for r in rows if r.status == "ok"} for rows in (a, b)]
     floors = [
-        {names.inputs(r): r for r in rows.values() if r.role == "floor"} for rows in sides
+        {keys.inputs(r): r for r in rows.values() if r.role == "floor"} for rows in sides
     ]
     width = {(c.case, t): size.width for c in cases for t, size in c.extents().items()}
     return [
         Pair(
             sides[0][key],
             row,
-            _compared_inputs(*(floor.get(names.inputs(row)) for floor in floors)),
+            _compared_inputs(*(floor.get(keys.inputs(row)) for floor in floors)),
             width.get((row.case, row.tensor), 1),
         )
         for key, row in sides[1].items()

@@ -25,8 +25,8 @@ T = TypeVar("T")
 Row = TypeVar("Row", contravariant=True)
 
 
-class Naming(Protocol[Row]):
-    """The names by which rows of two reports are matched."""
+class RowKeys(Protocol[Row]):
+    """The keys by which rows of two reports are matched."""
 
     def kernel(self, row: Row) -> Key:
         """Returns the key of the row's kernel and format."""
@@ -60,12 +60,12 @@ def lost_numbers(a: object, b: object, names: Sequence[str]) -> list[str]:
 
 
 def measured_pairs(
-    names: Naming[R], old: Iterable[R], new: Iterable[R]
+    keys: RowKeys[R], old: Iterable[R], new: Iterable[R]
 ) -> list[tuple[R, R]]:
-    """Returns (row of A, row of B) for rows of equal keys (`names.row`) that are both of
+    """Returns (row of A, row of B) for rows of equal keys (`keys.row`) that are both of
     status ok, in B's order. Of several rows with one key in a report the last counts."""
-    before = {names.row(row): row for row in old if row.status == "ok"}
-    after = {names.row(row): row for row in new if row.status == "ok"}
+    before = {keys.row(row): row for row in old if row.status == "ok"}
+    after = {keys.row(row): row for row in new if row.status == "ok"}
     return [(before[key], row) for key, row in after.items() if key in before]
 
 

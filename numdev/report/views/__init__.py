@@ -89,7 +89,7 @@ def document_of(
         doc.Bullets(findings, "findings"),
         *_tested_nodes(report.tested),
         *kind.blocks(report),
-        *_origin_nodes(report),
+        *_provenance_nodes(report),
     )
     return doc.Document(str(title), blocks)
 
@@ -291,7 +291,7 @@ def _reproducer(finding: Finding, directory: Path | None) -> tuple[str, str] | N
     return None
 
 
-def _origin_nodes(report: Report) -> Iterator[doc.Node]:
+def _provenance_nodes(report: Report) -> Iterator[doc.Node]:
     """Yields where the numbers come from: a table on the page and in Markdown, a line or
     two in the terminal. What is not known is left out."""
     origin, system, source = (

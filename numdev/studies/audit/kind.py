@@ -8,7 +8,7 @@ from numdev.gate.compare_report import Compared
 from numdev.gate.findings import findings_in
 from numdev.gate.judgement import Beside, Judgement
 from numdev.gate.row_checks import Measured, check_whole
-from numdev.gate.row_pairs import Naming
+from numdev.gate.row_pairs import RowKeys
 from numdev.gate.rules import Rules
 from numdev.gate.threshold_tests import power_of, tests_of_rows
 from numdev.report import AuditReport, CaseRecord, DeviationRow, Finding, SweepReport
@@ -80,7 +80,7 @@ def sweep_summarised(report: SweepReport) -> SweepReport:
     return summarised(report)
 
 
-def moves(a: Measured, b: Measured) -> tuple[Naming[DeviationRow], Compared]:
+def moves(a: Measured, b: Measured) -> tuple[RowKeys[DeviationRow], Compared]:
     """Returns how rows are named in sentences, and the comparison of an older report A
     with a newer one B: groups of rows, what moved from A to B, and notes."""
     # It needs scipy, for which a gate need not wait

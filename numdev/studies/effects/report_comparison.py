@@ -54,9 +54,9 @@ FEW = (
 )
 
 
-class EffectsNames:
-    """The names by which rows of two reports are matched, as `noise_model.Names` has them
-    for an audit's."""
+class EffectsKeys:
+    """The keys by which rows of two reports are matched, as `noise_model.AuditKeys` has
+    them for an audit's."""
 
     def kernel(self, row: OutputRow) -> Key:
         """Returns what identifies the kernel and the format of a row."""
@@ -97,15 +97,15 @@ class EffectsNames:
         return place_without_call(self.about(row)["tensor"])
 
 
-def moves(old: EffectsReport, new: EffectsReport) -> tuple[EffectsNames, Compared]:
-    """Returns the names by which rows are paired, and what changed from `old` to `new`.
+def moves(old: EffectsReport, new: EffectsReport) -> tuple[EffectsKeys, Compared]:
+    """Returns the keys by which rows are paired, and what changed from `old` to `new`.
     There is a group for every run that was measured on one sequence in both reports; a
     move for each number of SCALES, and each count, of such a run that changed beyond
     chance; a move or presence for each check whose result changed or that one report
     alone could try. A number of SCALES that is 0 in one report alone, in any sequence,
     moved, whatever chance does."""
-    names = EffectsNames()
-    pairs = grouped(measured_pairs(names, old.rows, new.rows), lambda pair: pair[1].run)
+    keys = EffectsKeys()
+    pairs = grouped(measured_pairs(keys, old.rows, new.rows), lambda pair: pair[1].run)
     ratios = {
         (run, metric): SequenceRatios(both=numbers_in_both(rows, metric))
         for run, rows in pairs.items()
@@ -116,7 +116,7 @@ def moves(old: EffectsReport, new: EffectsReport) -> tuple[EffectsNames, Compare
     moves: list[Move] = []
     for run, rows in pairs.items():
         first = rows[0][1]
-        about, place = names.about(first), names.place(first)
+        about, place = keys.about(first), keys.place(first)
         of_run = [
             ratios[run, metric].move(about, place, metric, what.format(place=first.place))
             for metric, what in SCALES.items()
@@ -131,7 +131,7 @@ def moves(old: EffectsReport, new: EffectsReport) -> tuple[EffectsNames, Compare
     if any(group.unjudged for group in groups):
         notes.insert(0, FEW.format(least=LEAST, surely=SURELY))
     changed, presences = _check_moves(old.checks, new.checks)
-    return names, Compared(
+    return keys, Compared(
         groups, [*moves, *changed], tuple(notes), presences=tuple(presences)
     )
 

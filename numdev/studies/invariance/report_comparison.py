@@ -57,9 +57,9 @@ OF_OUTPUTS = {
 ERRORS = {"error_base": "as it is", "error_variant": "in the other form"}
 
 
-class InvarianceNames:
-    """The names by which rows of two reports are matched, as `noise_model.Names` has them
-    for an audit's."""
+class InvarianceKeys:
+    """The keys by which rows of two reports are matched, as `noise_model.AuditKeys` has
+    them for an audit's."""
 
     def kernel(self, row: InvarianceRow) -> Key:
         """Returns what identifies the kernel and the format of a row."""
@@ -92,28 +92,28 @@ class InvarianceNames:
 
 def moves(
     old: InvarianceReport, new: InvarianceReport
-) -> tuple[InvarianceNames, Compared]:
-    """Returns the names by which rows are paired, and what changed from `old` to `new`: a
+) -> tuple[InvarianceKeys, Compared]:
+    """Returns the keys by which rows are paired, and what changed from `old` to `new`: a
     group for every kernel, format, axis and tensor of which both reports measured one
     row; the moves of rows that changed; kernels that no longer repeat their bits; moves
     of the model's own output, with the rows and numbers that one report alone has of
     it."""
-    names = InvarianceNames()
-    pairs = measured_pairs(names, old.rows, new.rows)
+    keys = InvarianceKeys()
+    pairs = measured_pairs(keys, old.rows, new.rows)
     groups: list[Group] = []
     moves: list[Move] = []
     by_axis = grouped(pairs, lambda p: (label(p[1]), p[1].format, p[1].axis, p[1].tensor))
     for of_axis in by_axis.values():
         axis: list[Move] = []
         for a, b in of_axis:
-            about, place = names.about(b), names.place(b)
+            about, place = keys.about(b), keys.place(b)
             axis += [
                 Move(**about, place=place, **change) for change in _row_changes(a, b)
             ]
         places = {move.words.partition(": ")[0] for move in axis}
         groups.append(
             Group(
-                **names.about(of_axis[0][1]),
+                **keys.about(of_axis[0][1]),
                 metric="difference",
                 a=_largest_ratio(a for a, _ in of_axis),
                 b=_largest_ratio(b for _, b in of_axis),
@@ -123,14 +123,14 @@ def moves(
             )
         )
         moves += axis
-    moves += _unsteady_moves(names, old, new)
+    moves += _unsteady_moves(keys, old, new)
     of_outputs, presences = _output_moves(old.models, new.models)
     note = (
         "An axis moved where its bits, its cause, or one of its numbers by "
         f"{TIMES:g} times did; A and B are the largest differences over the floor's "
         "error."
     )
-    return names, Compared(
+    return keys, Compared(
         groups, [*moves, *of_outputs], (note,), presences=tuple(presences)
     )
 
@@ -230,19 +230,19 @@ def _counts_alike(a: int, b: int) -> bool:
 
 
 def _unsteady_moves(
-    names: InvarianceNames, old: InvarianceReport, new: InvarianceReport
+    keys: InvarianceKeys, old: InvarianceReport, new: InvarianceReport
 ) -> Iterator[Move]:
     """Yields a move for each tensor and variant in which a kernel does not repeat its
     bits in B, where A has no such row and has numbers of the kernel. Only a kernel that
     does not repeat its bits has such a row."""
-    before = {names.row(row) for row in old.rows}
-    kernels = {names.kernel(row) for row in old.rows if row.status == "ok"}
+    before = {keys.row(row) for row in old.rows}
+    kernels = {keys.kernel(row) for row in old.rows if row.status == "ok"}
     for row in new.rows:
         unsteady = row.axis == "repeat" and row.status == "ok" and not row.same
-        if unsteady and names.row(row) not in before and names.kernel(row) in kernels:
+        if unsteady and keys.row(row) not in before and keys.kernel(row) in kernels:
             yield Move(
-                **names.about(row),
-                place=names.place(row),
+                **keys.about(row),
+                place=keys.place(row),
                 metric="difference",
                 excess=FAR,
                 b=row.floor_ratio,

@@ -32,8 +32,8 @@ NOTE = (
 )
 
 
-class SideNames:
-    """The names by which rows of two reports are matched: side and sequence."""
+class SideKeys:
+    """The keys by which rows of two reports are matched: side and sequence."""
 
     def kernel(self, row: SideRow) -> Key:
         """Returns what identifies the side of a row."""
@@ -66,8 +66,8 @@ def about(side: str) -> About:
     return {**kernel_fields("", side), "tensor": "logprobs"}
 
 
-def moves(old: LogprobsReport, new: LogprobsReport) -> tuple[SideNames, Compared]:
-    """Returns the names by which rows are paired, and what changed from `old` to `new`: a
+def moves(old: LogprobsReport, new: LogprobsReport) -> tuple[SideKeys, Compared]:
+    """Returns the keys by which rows are paired, and what changed from `old` to `new`: a
     group for each side, and for the pair, that has a sequence with numbers in both, and a
     move for each whose number moved. Raises UsageError where a side is held to another
     support or format in `new` than in `old`."""
@@ -77,8 +77,8 @@ def moves(old: LogprobsReport, new: LogprobsReport) -> tuple[SideNames, Compared
             if a.name == b.name and differ:
                 what = f"{a.name}: held to {a.support} in {a.format} in A, and to "
                 raise UsageError(f"{what}{b.support} in {b.format} in B")
-    names = SideNames()
-    numbers = {key: x for key, x in _numbers(names, old, new) if x.both}
+    keys = SideKeys()
+    numbers = {key: x for key, x in _numbers(keys, old, new) if x.both}
     moved = moved_numbers(numbers)
     groups, changes = list[Group](), list[Move]()
     for (side, metric), number in numbers.items():
@@ -89,16 +89,16 @@ def moves(old: LogprobsReport, new: LogprobsReport) -> tuple[SideNames, Compared
         pairs = len(number.both)
         groups.append(number.group(about(side), metric, pairs=pairs, is_moved=is_moved))
     tests = sum(number.is_chance_known for number in numbers.values())
-    return names, Compared(groups, changes, (NOTE.format(tests=tests, surely=SURELY),))
+    return keys, Compared(groups, changes, (NOTE.format(tests=tests, surely=SURELY),))
 
 
 def _numbers(
-    names: SideNames, old: LogprobsReport, new: LogprobsReport
+    keys: SideKeys, old: LogprobsReport, new: LogprobsReport
 ) -> Iterator[tuple[tuple[str, str], SequenceRatios]]:
     """Yields ((side, metric), numbers) for every side that has a sequence with numbers in
     both reports, then for the pair, always: by sequence the number in `old` and in `new`,
     which may be none."""
-    rows = measured_pairs(names, old.rows, new.rows)
+    rows = measured_pairs(keys, old.rows, new.rows)
     for side, of_side in grouped(rows, lambda pair: pair[1].side).items():
         both = numbers_in_both(of_side, ERROR)
         yield (side, ERROR), SequenceRatios(both=both)
