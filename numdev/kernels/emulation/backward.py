@@ -88,9 +88,8 @@ def from_forward(
 ) -> Gradients:
     """Returns dQ, dK and dV for an O [B, H, q_len, v_dim] and an L [B, H, q_len] that
     another kernel computed, rounded as they are returned. `keys` (int64 indices [n]): dK
-    and dV of these keys alone, and dQ of 0; only for a recipe whose delta is from dO and
-    O with its own sign. None: of all keys. Raises UsageError for a case without
-    grad_out."""
+    and dV of these keys alone, and dQ of 0. None: of all keys. Raises UsageError for a
+    case without grad_out."""
     with torch.no_grad(), plain_arithmetic(r.case.q.device):
         q, q_s, k, v = fwd.operands_of(r)
         O, L = O.to(r.dtype), L.to(r.dtype)
@@ -210,10 +209,11 @@ def backward(inputs: BackwardInputs, *, at_once: bool = False) -> Gradients:
     """Returns dQ [B, H, q_len, head_dim], dK and dV [B, kv_heads, keys, ...], not yet
     cast. dK and dV are summed over the query heads of a kv head, one after the other;
     with `at_once` over all of them together, where the recipe `is_at_once`. With
-    `inputs.some`, and without `at_once`, they are of these keys alone, and dQ is 0."""
+    `inputs.some` they are of these keys alone, tile by tile, and dQ is 0; delta is of all
+    keys."""
     r, recipe, case = inputs.r, inputs.r.recipe, inputs.r.case
     q_len, group = case.q_len, case.group
-    if at_once and is_at_once(r):
+    if at_once and inputs.some is None and is_at_once(r):
         return _at_once(inputs)
     width = -(-q_len // (recipe.q_splits or 1))
     parts = [slice(first, min(first + width, q_len)) for first in range(0, q_len, width)]
@@ -225,7 +225,8 @@ def backward(inputs: BackwardInputs, *, at_once: bool = False) -> Gradients:
             for place in range(group):
                 head = inputs.of_group(place)
                 if place not in deltas:
-                    deltas[place] = delta_of(head, blocks(head))
+                    whole = dataclasses.replace(head, some=None)
+                    deltas[place] = delta_of(whole, blocks(whole))
                 separate = group > 1 and recipe.group_sum == "separate"
                 with _partial_sums(r, dK_p, dV_p, separate) as sums:
                     dQ[:, place::group, rows] = _add_gradients(
