@@ -361,6 +361,19 @@ def test_representable_values_leave_a_floor_to_divide_by() -> None:
     assert off["max_ulp"] == 1.0
 
 
+def test_an_error_where_no_row_has_terms_is_seen() -> None:
+    """V = 0: the worst row is its error over u 2^-100, beside a prediction of none."""
+    y = yardstick(empty=False)
+    zero = torch.zeros_like(y.reference)
+    y = changed(y, reference=zero, term_scale=zero, baseline=None, unrounded=None)
+    wrong = zero.bfloat16()
+    wrong[2, 0, 1] = 2.0**-10
+    first, second = measure(wrong, y, zero.bfloat16()).heads
+    size = math.sqrt(4) * 2.0**-10
+    assert first["worst_row"] == pytest.approx(size / 2.0**-108, rel=1e-12)
+    assert second["worst_row"] == 0.0
+
+
 def test_flash_attentions_rule_at_its_edge() -> None:
     """Twice the baseline's error plus the allowance still passes, the next number up does
     not."""

@@ -359,6 +359,23 @@ def test_what_a_format_cannot_do_is_declined(
         KERNEL.attend(make_case().rounded_to(format_of(dtype)), **options)
 
 
+@pytest.mark.parametrize("options", [
+    {"preset": "fa2"}, {"preset": "eager"}, {"delta_from": "dP*P"},
+], ids=str)  # fmt: skip
+def test_gradients_of_some_keys_are_those_of_all(options: dict[str, Any]) -> None:
+    """Delta is of all keys, wherever it is from; the flag `at_once` changes nothing."""
+    case = step(heads=4, kv_heads=2, dtype=torch.float32)
+    r = backward.rounder(case, recipe(**options, compute="float32"))
+    saved, keys = backward.run_forward(r), torch.tensor([1, 3])
+    _, *every = backward.from_forward(r, saved.O, saved.L)
+    _, *some = backward.from_forward(r, saved.O, saved.L, keys)
+    inputs = dataclasses.replace(saved.with_upstream(case.grad_out), some=keys)
+    tiled, at_once = (backward.backward(inputs, at_once=x) for x in (False, True))
+    for one, all_of_them in zip(some, every, strict=True):
+        torch.testing.assert_close(one, all_of_them[:, :, keys], rtol=1e-5, atol=1e-6)
+    assert all(map(torch.equal, tiled, at_once))
+
+
 def test_tiles_cover_what_is_visible_once_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

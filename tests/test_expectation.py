@@ -236,12 +236,13 @@ def test_nothing_is_expected_where_nothing_is_known() -> None:
     for claim, passed, back, why in (
         (fa2, FP32, FP32, unpredictable), (None, BF16, BF16, unpredictable),
         ({"preset": "exact", "out": "working"}, BF16, FP32, unpredictable),
-        (math_, BF16, FP32, unpredictable),
+        (math_, BF16, FP32, unpredictable), ({**math_, "p": "wide"}, BF16, FP32, unpredictable),
         (None, FP32, FP32, unexpected), (fa2, fp64, fp64, unexpected),
     ):  # fmt: skip
         assert why(claim, passed, back) is not None
     for claim, passed, back, why in (
         (fa2, BF16, FP32, unpredictable), (math_, BF16, BF16, unpredictable),
+        ({**math_, "p": "float16"}, BF16, FP32, unpredictable),
         (fa2, FP32, FP32, unexpected), (fa2, BF16, BF16, unexpected),
     ):  # fmt: skip
         assert why(claim, passed, back) is None

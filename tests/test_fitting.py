@@ -86,8 +86,8 @@ def test_any_report_that_can_be_fitted_passes_its_own_file(seed: int) -> None:
         some = draw.random() < 0.3
         for h in range(heads):
             rms, size = draw.choice((0.0, 1.0)), 10 ** draw.uniform(-8, 3)
-            interval = {"expected_ratio": (size / 2, size * 2), "rms": (0.0, size),
-                        "rms_ratio": (1.0, 1.0)}  # fmt: skip
+            interval = {"expected_ratio": (size / 2, size * 2), "rms_ratio": (1.0, 1.0),
+                        "rms": (rms * size / 2, rms * size * 2)}  # fmt: skip
             sampled = (
                 {"sampled": True, "interval": interval, "worst_row": 1.0} if some else {}
             )

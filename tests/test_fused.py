@@ -130,9 +130,9 @@ def test_rows_that_a_mask_lifts_beyond_fp64() -> None:
         forward = vars(blocked.attend(make_case(dtype=torch.float32, mask=mask)))
         if refused:
             with pytest.raises(Refused, match="about 1e\\+30"):
-                fused.accept_scores(forward)
+                fused.refuse_large_scores(forward)
         else:
-            fused.accept_scores(forward)
+            fused.refuse_large_scores(forward)
 
 
 def test_what_the_fast_path_refuses_the_plain_one_computes() -> None:

@@ -15,6 +15,7 @@ from numdev.gate.findings import run_findings
 from numdev.gate.judgement import Judgement
 from numdev.gate.judging import judge_report
 from numdev.gate.rules import Rules, Threshold, default_rules, default_rules_for_checks
+from numdev.metrics.row_metrics import interval_of, value_of
 from numdev.report import DeviationRow
 
 
@@ -182,6 +183,36 @@ def test_an_exact_answer_has_no_ratio_and_passes() -> None:
     why = dict.fromkeys(null, "0/0")
     assert judge([row(**null, nulls=why, rms=0.0, noise=0.0)]).exit_code == 0
     assert judge([row(**null, nulls=why, rms=1e-9)]).exit_code == 3
+
+
+def test_an_exact_answer_is_not_judged_by_what_was_not_measured() -> None:
+    """Without a prediction it is judged by the baseline, and nothing by the worst row; a
+    tensor without a floor has no multiple of one."""
+    why = "no emulation predicts this kernel"
+    null = dict.fromkeys(("expected_ratio", "worst_row"))
+    exact = row(**null, nulls=dict.fromkeys(null, why), rms=0.0, baseline_ratio=0.0)
+    assert (
+        value_of(exact, "expected_ratio") == value_of(exact, "worst_row") == (None, why)
+    )
+    judged = judge([exact])
+    assert verdict(judged, "error").metric == "baseline_ratio"
+    assert verdict(judged, "worst row").observed is None
+    assert value_of(lse(rms=0.0), "floor_ratio") == (None, None)
+
+
+@pytest.mark.parametrize(("metric", "fields"), [
+    ("noise_ratio", {"noise": None}), ("noise_ratio", {"noise": 1e-3, "floor_ratio": None}),
+    ("noise_ratio", {"noise": 1e-3, "interval": {"rms": (0.0, 2.0)}}),
+    ("lse_error", {"rms": 0.0, "interval": {}}), ("expected_ratio", {"expected_ratio": None}),
+    ("worst_row", {}),
+])  # fmt: skip
+def test_what_a_sample_does_not_estimate_has_no_interval(
+    metric: str, fields: dict[str, Any]
+) -> None:
+    """Not that of the rms either, which is of another quantity."""
+    interval = {"rms": (0.5, 2.0), "expected_ratio": (1.0, 1.1)}
+    estimate = row(**{"sampled": True, "rms": 1.0, "interval": interval, **fields})
+    assert interval_of(estimate, metric) is None
 
 
 def test_a_rule_that_matches_no_row_is_no_pass() -> None:

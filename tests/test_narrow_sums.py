@@ -149,7 +149,7 @@ def test_another_number_does_not_follow(report: AuditReport) -> None:
 def test_in_which_calls_it_is_looked_for(
     tensor: str, fmt: str, q_len: int, kv_len: int, why: str | None
 ) -> None:
-    assert narrow_sum_eligibility.unmeasured(tensor, fmt, q_len, kv_len) == why
+    assert narrow_sum_eligibility.why_not_looked_for(tensor, fmt, q_len, kv_len) == why
 
 
 def test_heads_take_turns() -> None:

@@ -212,6 +212,18 @@ def test_what_no_emulation_has_claims_nothing() -> None:
     assert SHARDED.claims(case, step, SYSTEM) is None
 
 
+@pytest.mark.parametrize("merge_format", ["working", "promoted", "float32"])
+@pytest.mark.parametrize("name", ["float32", "float64"])
+def test_what_is_not_narrowed_is_claimed(name: str, merge_format: str) -> None:
+    """Merges of a float32 case are computed in float32, of a float64 case in float64."""
+    case, is_narrowed = drawn(64), (name, merge_format) == ("float64", "float32")
+    case = case.rounded_to(FORMATS[name])
+    how = Merge(order="ring", format=merge_format, working=FORMATS[name])
+    assert how.between == (FORMATS["float32"] if is_narrowed else None)
+    step = run(case, shards=4, merge_format=merge_format)
+    assert (SHARDED.claims(case, step, SYSTEM) is None) is is_narrowed
+
+
 @pytest.mark.parametrize(("order", "merge_format", "shards", "more"), [
     ("ring", "bfloat16", 16, 15 / 2 - 1 / 16), ("tree", "bfloat16", 16, 3.0),
     ("ring", "promoted", 2, 1.0), ("simultaneous", "bfloat16", 16, 0.0),

@@ -27,7 +27,7 @@ from numdev.errors import MeasurementError, UsageError
 from numdev.formats import FORMATS, format_named, round_to
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels.reference import attend
-from numdev.metrics.statistics import interval
+from numdev.metrics.statistics import factor, interval
 from numdev.report import CellRow, SweepReport
 from numdev.report.document import Table
 from numdev.report.number_text import ratio, si
@@ -237,6 +237,16 @@ def test_the_interval_is_students() -> None:
         (2.776445 * math.sqrt(0.5),) * 2, rel=1e-6
     )
     assert interval([4.0]) == (4.0, None, None), "one seed has no spread"
+
+
+@pytest.mark.parametrize("values", [
+    [math.nan, 1.0], [1.0, math.nan], [math.nan, 0.0], [0.0, math.nan], [math.inf, 1.0],
+])  # fmt: skip
+def test_what_is_not_finite_has_no_interval(values: list[float]) -> None:
+    """Not one that begins at the least possible value; the mean says what is wrong."""
+    for mean, *ends in (interval(values, least=0.0), factor(values)):
+        assert mean == math.inf if math.inf in values else math.isnan(mean)
+        assert ends == [None, None]
 
 
 def test_a_known_change_is_said(run: Callable[..., SweepReport]) -> None:

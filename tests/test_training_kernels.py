@@ -16,8 +16,8 @@ from recipes import drawn
 from torch import Tensor
 
 from numdev.cases import AttentionCase
-from numdev.errors import Refused
-from numdev.kernels import Kernel, find
+from numdev.errors import Refused, UsageError
+from numdev.kernels import Kernel, all_kernels, find
 from numdev.kernels.autograd_operation import attend_in_graph, attend_with_gradients_of
 from numdev.kernels.emulation import backward
 from numdev.kernels.emulation.recipe import recipe
@@ -108,6 +108,15 @@ def test_what_cannot_be_trained_with_is_refused() -> None:
     ):
         with pytest.raises(Refused, match=words):
             in_network(kernel, passed, {})
+
+
+def test_options_are_checked_as_everywhere() -> None:
+    """Of every kernel, whether or not it runs here."""
+    for kernel in all_kernels().values():
+        with pytest.raises(UsageError, match=f"{kernel.name} has no option 'bad'"):
+            attend_in_graph(kernel, case(), {"bad": 1})
+    with pytest.raises(UsageError, match="block_kv is 0; expected a positive"):
+        attend_in_graph(find("emulated"), case(), {"block_kv": 0})
 
 
 def test_graphs_are_freed_without_the_garbage_collector() -> None:

@@ -241,7 +241,7 @@ def _row_without_narrow_sum(
             and (row.head or 0) // size == chosen
             and is_predicted
             and (plan.rows is None or plan.rows >= call.q_len)
-            and narrow_sum_eligibility.unmeasured(
+            and narrow_sum_eligibility.why_not_looked_for(
                 row.tensor, row.format, call.q_len, call.kv_len
             )
             is None

@@ -30,18 +30,17 @@ def attend_in_graph(
 ) -> Tensor:
     """Returns the kernel's output for the case, [batch, heads, q_len, v_dim], connected
     by autograd to the case's q, k and v. `options` take the place of the kernel's
-    defaults. They are checked, with UsageError, only for a kernel that has a function for
-    backward and none in `training`. A kernel that draws random numbers in `training`
-    takes them from `generator` in both passes; None: from its own seed.
+    defaults. A kernel that draws random numbers in `training` takes them from `generator`
+    in both passes; None: from its own seed.
 
-    Raises Refused where the kernel declines the case, has no backward pass, or returns no
-    autograd graph although q requires gradients and they are enabled. Raises
-    MeasurementError where what the kernel returned is no output of this case; what
-    `training` returns is not checked."""
+    Raises UsageError for options as `Kernel.with_options` does. Raises Refused where the
+    kernel declines the case, has no backward pass, or returns no autograd graph although
+    q requires gradients and they are enabled. Raises MeasurementError where what the
+    kernel returned is no output of this case; what `training` returns is not checked."""
+    options = kernel.with_options(options)
     kernel.accept(case)
     if kernel.backward is None:
         raise Refused("no backward pass")
-    options = {**kernel.options, **options}
     with torch.autocast(case.q.device.type, enabled=False):
         if kernel.training is not None:
             drawn = {"generator": generator} if kernel.draws(options) else {}

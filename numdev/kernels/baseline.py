@@ -10,7 +10,7 @@ WAYS are for `numdev.studies.audit.explanations`: sound code that no recipe of `
 describes, since autograd comes back through every cast. P that is cast before it is
 normalised has a gradient that is rounded before it is, and a maximum that is not detached
 gets what rounding left of the sum of a row of dS. Sums are in fp32. Memory is O(q_len *
-kv_len). A row that sees no key is 0."""
+kv_len). In WAYS a row that sees no key is 0."""
 
 from __future__ import annotations
 

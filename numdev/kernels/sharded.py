@@ -96,11 +96,10 @@ class Merge:
     def between(self) -> Format | None:
         """Returns the format that a running result is rounded to between two merges: of
         `working` and `promoted` the working format, else the one that `format` names.
-        None where a named one holds all that the arithmetic's dtype does. Raises
-        UsageError for an unknown name."""
-        if self.format in ("working", "promoted"):
-            return self.working
-        fmt = format_named(self.format)
+        None where it holds all that the arithmetic's dtype does, so that nothing is
+        rounded. Raises UsageError for an unknown name."""
+        is_working = self.format in ("working", "promoted")
+        fmt = self.working if is_working else format_named(self.format)
         return None if fmt.contains(format_of(self.arithmetic)) else fmt
 
 
@@ -256,9 +255,9 @@ def claims(
 ) -> Mapping[str, object] | None:
     """Returns how the merged shards round, as options of `emulated`; for a single shard
     (`output.did` has no `shards`) the claim of the operator that ran. None where no
-    emulation covers it: a running result stored in another `merge_format` than float32
-    and float64 between two merges, gradients added up in one, a rounded difference
-    (`promoted`), and `zigzag`, whose shards are two chunks each.
+    emulation covers it: a running result that its `merge_format` rounds between two
+    merges (`Merge.between`), gradients that it rounds as they are added up, a rounded
+    difference (`promoted`), and `zigzag`, whose shards are two chunks each.
 
     A recipe has splits of the keys, merged in full precision: each split's O is rounded
     at `merge` as it is handed over, its dQ at `dq_partial`; where queries are divided too
@@ -268,10 +267,10 @@ def claims(
     if "shards" not in did:  # a single shard: the inner kernel itself
         return claim_of(did.get("operator", ""), case, system)
     shards, order, partial = did["shards"], did["order"], did["partial_format"]
+    merge = Merge(order=order, format=did["merge_format"], working=case.format)
     one_merge = shards == 2 or order == "simultaneous"
-    exact = did["merge_format"] in ("float32", "float64")
-    narrow = output.dq is not None or not one_merge or did["merge_format"] == "promoted"
-    if order == "zigzag" or (not exact and narrow):
+    matters = output.dq is not None or not one_merge or merge.format == "promoted"
+    if order == "zigzag" or (merge.between is not None and matters):
         return None
     first = step_case(case, schedule(case, shards, order)[0])
     claim = dict(claim_of(did["each"].get("operator", ""), first, system))
@@ -419,7 +418,8 @@ def _backward_shard(
         dq, dk, dv = (r.stored(site, x, case.q.dtype) for site, x in sites)
         return dq, dk, dv
     aten, (mask, by_flag), on_cuda = torch.ops.aten, mask_arguments(case), case.q.is_cuda
-    tensors, L = (upstream(case), case.q, case.k, case.v), L.float()
+    tensors = (upstream(case), case.q, case.k, case.v)
+    L = L.to(torch.promote_types(case.q.dtype, torch.float32))
     if inner == "sdpa-flash" and not on_cuda:
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=case.q.dtype).masked_fill_(

@@ -31,6 +31,7 @@ from numdev.metrics.bias import UNJUDGED, bias
 from numdev.metrics.intervals import intervals, of_sums
 from numdev.metrics.row_samples import Strata
 from numdev.metrics.row_sums import Numbers, Totals, plain_sums, row_sums, to_host
+from numdev.metrics.statistics import UNDEFINED
 from numdev.metrics.yardstick import Yardstick
 
 Column = NDArray[np.generic]  # [H]: numbers or flags
@@ -200,7 +201,8 @@ def _with_nulls(head: Metrics) -> Metrics:
         nulls |= dict.fromkeys(UNJUDGED, "needs at least two sequences")
     for name, x in head.items():
         if x.__class__ is float and not math.isfinite(x):
-            nulls.setdefault(name, "0/0" if math.isnan(x) else "the denominator is zero")
+            why = UNDEFINED if math.isnan(x) else "the denominator is zero"
+            nulls.setdefault(name, why)
     head.update(dict.fromkeys(nulls))
     head["nulls"] = nulls
     return head

@@ -14,7 +14,7 @@ UNPREDICTED = "nothing is predicted of it"
 ELSEWHERE = "looked for in one kv head of each call"
 
 
-def unmeasured(tensor: str, fmt: str, q_len: int, kv_len: int) -> str | None:
+def why_not_looked_for(tensor: str, fmt: str, q_len: int, kv_len: int) -> str | None:
     """Returns why a running sum in 16 bits is not looked for in a gradient of a call
     (`tensor`: dq, dk or dv; `fmt`: the call's format), as a clause; None where it is
     looked for."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from numdev.metrics.statistics import noise_ratio
+from numdev.metrics.statistics import UNDEFINED, noise_ratio
 from numdev.report.records.measurements import BesideReference, Count, DeviationRow
 
 Value = float | str | None
@@ -79,7 +79,7 @@ TESTED = frozenset(
     | {"suspicion", "suspicion_cut", "suspicion_share", "imprecision_share"}
     | {"narrow_sum"}
 )
-# Multiples of an error, and so 0 where there is none, whatever the denominator.
+# Multiples of an error: of none they are 0, also where what it is a multiple of is 0.
 ERRORS = frozenset(
     {"expected_ratio", "rms_ratio", "worst_row", "floor_ratio", "baseline_ratio"}
 )
@@ -93,34 +93,36 @@ METRICS = (FIELDS - {"layer", "seed", "head", "step"}) | {"suspicion", *DERIVED}
 def value_of(row: DeviationRow, metric: str) -> tuple[Value, str | None]:
     """Returns a metric of a row by name, one of METRICS, and None; or None with the
     reason in the row's `nulls`, which is None where it gives none. A metric of ERRORS
-    that the row does not have, for whatever reason, is 0 where the row's rms is 0."""
+    that was computed and is 0/0 is 0 where the row's rms is 0."""
     value: Value = DERIVED[metric](row) if metric in DERIVED else getattr(row, metric)
     if value is not None:
         return value, None
-    if metric in ERRORS and row.rms == 0:
+    why = row.nulls.get(metric)
+    if metric in ERRORS and row.rms == 0 and why == UNDEFINED:
         return 0.0, None
-    return None, row.nulls.get(metric)
+    return None, why
 
 
 def interval_of(row: DeviationRow, metric: str) -> tuple[float, float] | None:
-    """Returns the 95 % interval of a metric that is estimated from sampled rows; None
-    where it has none, and for a text. A ratio of ERRORS in a row without any error has
-    the interval of its rms. `lse_error` gets its own from that of the rms in proportion,
-    `noise_ratio` inversely. They have that of the rms itself where they or the rms are
-    missing, or it begins at 0. A derived metric of 0 has the interval (0, 0)."""
-    if metric in ERRORS and row.rms == 0:
-        return row.interval.get("rms")
+    """Returns the 95 % interval of a metric of ESTIMATED; None where the row has none, or
+    not the metric itself (`value_of`), and for any other metric. Where the row's rms is
+    0, `lse_error` and a ratio of ERRORS have the interval of the rms. Elsewhere
+    `lse_error` gets its own from that of the rms in proportion, `noise_ratio` inversely;
+    None where that begins at 0. A `noise_ratio` of 0 has the interval (0, 0), since noise
+    is of all rows."""
+    value, _ = value_of(row, metric)
+    if metric not in ESTIMATED or not isinstance(value, float):
+        return None
+    of_rms = row.interval.get("rms")
+    if row.rms == 0 and metric in ERRORS | {"lse_error"}:
+        return of_rms
     if metric not in DERIVED:
         return row.interval.get(metric)
-    value = DERIVED[metric](row)
-    if isinstance(value, str):
-        return None
     if value == 0:
         return 0.0, 0.0
-    ends = row.interval.get("rms")
-    if ends is None or value is None or not row.rms or not ends[0]:
-        return ends
-    low, high = (end / row.rms for end in ends)
+    if of_rms is None or not row.rms or not of_rms[0]:
+        return None
+    low, high = (end / row.rms for end in of_rms)
     # The log-sum-exp's error goes with the rms; noise is divided by one that is as
     # uncertain.
     return (

@@ -52,8 +52,9 @@ class Totals:
     # [H, GROUPS], summed over the batch and the rows of a group
     groups: dict[str, Numbers]
     sums: dict[str, Numbers]
-    """[H], over all rows; or estimates of these from a sample: the sums over the groups,
-    scaled to the rows they stand for, plus those of `certain`."""
+    """[H], over all rows that were measured; or with strata estimates of those over all
+    rows of the call: the sums over the groups, scaled to the rows they stand for, plus
+    those of `certain`."""
     largest: dict[str, Numbers]  # [H]
     signed: tuple[Numbers, ...]
     along: Mapping[str, Numbers] = field(default_factory=dict)
@@ -384,10 +385,9 @@ def row_ratios(
 ) -> Tensor:
     """Returns |error_i| over what is predicted for the row, [B, H, rows]; 0 in a row
     without an error. What is predicted is joined with what fp32 arithmetic may err, and
-    counts as at least what is typical of the head, u |r_i| / sqrt(12) and u
-    SMALLEST_SCALE. NaN for an error in a head of which no row has terms of SMALLEST_SCALE
-    or more. `error` and `predicted`, both minus the reference, [B, H, rows, features],
-    are 0 where `usable` (bool, same shape) is False."""
+    counts as at least what is typical of the head (`_ratios_to_prediction`), u |r_i| /
+    sqrt(12) and u SMALLEST_SCALE. `error` and `predicted`, both minus the reference, [B,
+    H, rows, features], are 0 where `usable` (bool, same shape) is False."""
     rows = y.rows_where(y.usable & usable)
     sizes = rows.predicted(yardstick.row_norm(predicted))
     squares = (torch.stack([sizes, rows.least]) / rows.unit).square()
@@ -402,10 +402,11 @@ def _ratios_to_prediction(
     SMALLEST_SCALE. It also counts as at least what is typical of the head, since that one
     row's roundings happen to cancel is no prediction. Typical is a root mean square over
     the judged rows of all sequences, relative to |term scale_i|: of what is predicted, or
-    of the least that may be where this is larger. NaN for an error in a head without a
-    judged row. `squares` [2, B, H, rows]: of what is predicted and of the least that may
-    be, relative."""
-    typical = (squares.sum(dim=(1, 3)).amax(dim=0) / rows.judged_count).sqrt()
+    of the least that may be where this is larger. It is 0 in a head without a judged row.
+    `squares` [2, B, H, rows]: of what is predicted and of the least that may be,
+    relative."""
+    of_head = squares.sum(dim=(1, 3)).amax(dim=0)
+    typical = (of_head / rows.judged_count.clamp_min(1)).sqrt()
     allowed = torch.maximum(predicted, typical[None, :, None] * rows.scale)
     allowed = torch.maximum(allowed, rows.least).clamp_min(rows.least_allowed)
     return torch.where(size > 0, size / allowed, 0.0)

@@ -22,38 +22,43 @@ and division err by as much as the last rounding, often to one side, in sound ke
 0.05 ulp of fp32 is 3e-9 of the value, and no accusation."""
 UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 CONFIDENCE = 0.95
+UNDEFINED = "0/0"  # why a ratio is null that was computed and is NaN
 
 Mean = tuple[float, float | None, float | None]
-"""A mean and the ends of its 95 % interval; None for a single observation."""
+"""A mean and the ends of its 95 % interval; None for both where they are no numbers, as
+of a single observation."""
 
 
 def interval(values: Sequence[float], least: float = -math.inf) -> Mean:
     """Returns the mean of at least one value and the ends of its 95 % interval (Student's
-    t); None for both ends of a single value. Of a quantity that is never below `least` no
+    t). Both ends are None of a single value, where a value is not finite, and where the
+    spread or an end is beyond float64. Of a quantity that is never below `least` no
     interval begins below it: what is impossible is left out, which changes no coverage
     (Mandelkern, "Setting confidence intervals for bounded parameters", Statist. Sci. 17,
-    2002). With NaN among several values the mean and the upper end are NaN, and the lower
-    end is `least`."""
+    2002). NaN and infinity propagate to the mean."""
     # With scipy a third of a second that `numdev gate` need not wait for
     import numpy as np
     from scipy.special import stdtrit
 
-    mean, n = float(np.mean(values)), len(values)
-    if n < 2:
+    n = len(values)
+    with np.errstate(all="ignore"):  # what is not finite has no interval
+        mean = float(np.mean(values))
+        if n < 2:
+            return mean, None, None
+        spread = np.std(values, ddof=1)
+    half = float(stdtrit(n - 1, (1 + CONFIDENCE) / 2) * spread / math.sqrt(n))
+    if not math.isfinite(abs(mean) + half):
         return mean, None, None
-    half = float(
-        stdtrit(n - 1, (1 + CONFIDENCE) / 2) * np.std(values, ddof=1) / math.sqrt(n)
-    )
     return mean, max(least, mean - half), mean + half
 
 
 def factor(ratios: Sequence[float]) -> Mean:
-    """Returns the geometric mean of at least one finite ratio and its 95 % interval, from
+    """Returns the geometric mean of at least one ratio and its 95 % interval, from
     logarithms: a ratio and its inverse say the same. Where a ratio is not positive it is
     the ordinary mean with its interval, which begins at 0 or above where no ratio is
-    negative. None for the ends of a single ratio, or of an interval of the geometric mean
-    beyond float64."""
-    if min(ratios) <= 0:
+    negative. Both ends are None of a single ratio, where a ratio is not finite, and where
+    an end is beyond float64. NaN and infinity propagate to the mean."""
+    if not min(ratios) > 0:  # NaN too, which may hide a 0
         return interval(ratios, least=0.0 if min(ratios) == 0 else -math.inf)
     mean, low, high = interval([math.log(ratio) for ratio in ratios])
     if low is None or high is None or high > math.log(sys.float_info.max):

@@ -116,10 +116,10 @@ class Yardstick:
         """Returns which elements are of rows that see a key and have a finite reference:
         bool."""
         seen = (~self.empty)[..., None].expand_as(self.reference)
-        return seen if self._finite[0] else seen & finite(self.reference)
+        return seen if self._finite_flags[0] else seen & finite(self.reference)
 
     @cached_property
-    def _finite(self) -> list[bool]:
+    def _finite_flags(self) -> list[bool]:
         """Returns, one after another, whether all elements of the reference, of the
         floor, of the spacing and of the baseline (if there is one) are finite."""
         every = [self.reference, self.floor, self.spacing]
@@ -152,7 +152,7 @@ class Yardstick:
         reference, the floor, the spacing and the baseline (if there is one) are finite.
         No row has the result of one in an earlier sequence, and none is left out of the
         sample."""
-        return all(self._finite) and not bool((self.empty | self.repeated).any())
+        return all(self._finite_flags) and not bool((self.empty | self.repeated).any())
 
     @cached_property
     def rows(self) -> RowScales:
@@ -196,7 +196,7 @@ class Yardstick:
             scale=scale,
             judged=judged,
             unit=torch.where(judged, scale, math.inf),
-            least=size * rounding(self.format),
+            least=size * rounding_rms(self.format),
             arithmetic=arithmetic,
             least_allowed=self.format.unit_roundoff * SMALLEST_SCALE,
             judged_count=judged.sum(dim=(0, 2)),
@@ -222,7 +222,7 @@ class Yardstick:
             fine = self.usable & self.floor_finite
             size = row_norm(torch.where(fine, self.reference, 0.0))
         sums = dict.fromkeys(("empty_rows", "floor"), self.empty.double())
-        sums["least"] = (size * rounding(self.format)).square()
+        sums["least"] = (size * rounding_rms(self.format)).square()
         distances = (
             ("floor", "floor_count", self.reference, self.floor),
             ("moved", "moved_count", self.reference, self.unrounded),
@@ -288,7 +288,7 @@ def widened(x: Tensor) -> Tensor:
     return x.detach() if x.element_size() > 1 else x.detach().float()
 
 
-def rounding(fmt: Format) -> float:
+def rounding_rms(fmt: Format) -> float:
     """Returns u / sqrt(12): the least rms of rounding errors, relative to what is
     rounded, where values fill their binades."""
     return fmt.unit_roundoff / math.sqrt(12)

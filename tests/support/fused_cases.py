@@ -179,7 +179,7 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "accept", lambda case: None)
+    monkeypatch.setattr(fused, "refuse_unfit", lambda case: None)
     monkeypatch.setattr(fused_tiles, "libdevice", Libdevice)
     monkeypatch.setattr(fused, "FORWARD", {256: SMALL})
     monkeypatch.setattr(fused, "BACKWARD", SMALL)

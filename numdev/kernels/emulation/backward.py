@@ -88,9 +88,8 @@ def from_forward(
 ) -> Gradients:
     """Returns dQ, dK and dV for an O [B, H, q_len, v_dim] and an L [B, H, q_len] that
     another kernel computed, rounded as they are returned. `keys` (int64 indices [n]): dK
-    and dV of these keys alone, and dQ of 0; only for a recipe whose delta is from dO and
-    O with its own sign. None: of all keys. Raises UsageError for a case without
-    grad_out."""
+    and dV of these keys alone, and dQ of 0. None: of all keys. Raises UsageError for a
+    case without grad_out."""
     with torch.no_grad(), plain_arithmetic(r.case.q.device):
         q, q_s, k, v = fwd.operands_of(r)
         O, L = O.to(r.dtype), L.to(r.dtype)
@@ -210,11 +209,12 @@ def backward(inputs: BackwardInputs, *, at_once: bool = False) -> Gradients:
     """Returns dQ [B, H, q_len, head_dim], dK and dV [B, kv_heads, keys, ...], not yet
     cast. dK and dV are summed over the query heads of a kv head, one after the other;
     with `at_once` over all of them together, where the recipe `is_at_once`. With
-    `inputs.some`, and without `at_once`, they are of these keys alone, and dQ is 0."""
+    `inputs.some` they are of these keys alone, tile by tile, and dQ is 0; delta is of all
+    keys."""
     r, recipe, case = inputs.r, inputs.r.recipe, inputs.r.case
     q_len, group = case.q_len, case.group
-    if at_once and is_at_once(r):
-        return _at_once(inputs)
+    if at_once and inputs.some is None and is_at_once(r):
+        return _backward_at_once(inputs)
     width = -(-q_len // (recipe.q_splits or 1))
     parts = [slice(first, min(first + width, q_len)) for first in range(0, q_len, width)]
     deltas = dict[int, Tensor]()
@@ -225,7 +225,8 @@ def backward(inputs: BackwardInputs, *, at_once: bool = False) -> Gradients:
             for place in range(group):
                 head = inputs.of_group(place)
                 if place not in deltas:
-                    deltas[place] = delta_of(head, blocks(head))
+                    whole = dataclasses.replace(head, some=None)
+                    deltas[place] = delta_of(whole, blocks(whole))
                 separate = group > 1 and recipe.group_sum == "separate"
                 with _partial_sums(r, dK_p, dV_p, separate) as sums:
                     dQ[:, place::group, rows] = _add_gradients(
@@ -234,7 +235,7 @@ def backward(inputs: BackwardInputs, *, at_once: bool = False) -> Gradients:
     return dQ, dK, dV
 
 
-def _at_once(inputs: BackwardInputs) -> Gradients:
+def _backward_at_once(inputs: BackwardInputs) -> Gradients:
     """Returns dQ, and dK and dV of every kv head, in large blocks, for a recipe that
     `is_at_once`. Not yet cast."""
     r, case, q, k, v, dO = (
@@ -264,9 +265,9 @@ def _at_once(inputs: BackwardInputs) -> Gradients:
     dQ = torch.zeros_like(q)
     dK, dV = (x.new_zeros(x.shape[0], heads, *x.shape[2:]) for x in (k, v))
     for rows, keys in blocks():
-        P, dP, tanh = again(inputs, rows, keys)
+        P, dP, tanh = recompute_p_and_dp(inputs, rows, keys)
         dV[:, :, keys].add_(over_rows(r("p_for_dv", P), dO[:, :, rows]))
-        dS = of_products(inputs, P, dP.sub_(delta[:, :, rows, None]), tanh)
+        dS = score_gradient(inputs, P, dP.sub_(delta[:, :, rows, None]), tanh)
         dK[:, :, keys].add_(over_rows(dS, q_k[:, :, rows]))
         dQ[:, :, rows].add_(fwd.times(case, dS, k_q[:, :, keys]))
     dQ, dK = dQ.mul_(scale_q), dK.mul_(scale_k)
@@ -307,8 +308,8 @@ def _add_gradients(
     for rows, keys in blocks(inputs, of_rows):
         at = keys if inputs.some is None else slice(None)
         within = slice(rows.start - of_rows.start, rows.stop - of_rows.start)
-        P, dP, tanh = again(inputs, rows, keys)
-        dS = of_products(inputs, P, dP.sub_(delta[:, :, rows, None]), tanh)
+        P, dP, tanh = recompute_p_and_dp(inputs, rows, keys)
+        dS = score_gradient(inputs, P, dP.sub_(delta[:, :, rows, None]), tanh)
         _add_over_rows(r, "dv", dV[:, :, at], r("p_for_dv", P), dO[:, :, rows])
         _add_over_rows(r, "dk", dK[:, :, at], dS, q_k[:, :, rows], scale_k)
         if inputs.some is not None:
@@ -338,7 +339,7 @@ def _cut(keys: slice, width: int) -> list[slice]:
     return [slice(*ends) for ends in zip(starts, [*starts[1:], keys.stop], strict=True)]
 
 
-def again(
+def recompute_p_and_dp(
     inputs: BackwardInputs, rows: slice, keys: slice
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns P and dP [B, H, rows, keys] of a block, computed again as backward does;
@@ -361,7 +362,7 @@ def delta_of(inputs: BackwardInputs, blocks: Iterable[Block]) -> Tensor:
     if r.recipe.delta_from == "dP*P":  # a pass of its own before that of the gradients
         width = r.tile[1] if r.rounds("delta") else r.case.kv_len
         for rows, keys in blocks:
-            P, dP, _ = again(inputs, rows, keys)
+            P, dP, _ = recompute_p_and_dp(inputs, rows, keys)
             for tile in in_order(r, r("delta_product", dP.mul_(P)).split(width, dim=-1)):
                 delta_P[:, :, rows] = r("delta", delta_P[:, :, rows] + tile.sum(dim=-1))
         return delta_P
@@ -371,7 +372,7 @@ def delta_of(inputs: BackwardInputs, blocks: Iterable[Block]) -> Tensor:
     # rowsum(dP o P) of the P and dP that backward has: with it each row of dS sums to
     # zero.
     for rows, keys in blocks:
-        P, dP, _ = again(inputs, rows, keys)
+        P, dP, _ = recompute_p_and_dp(inputs, rows, keys)
         delta_P[:, :, rows] += dP.mul_(P).sum(dim=-1)
     return r("delta", delta_P + r.signs(delta) * (delta - delta_P))
 
@@ -391,7 +392,7 @@ def _scales(inputs: BackwardInputs) -> tuple[float, float, Tensor, Tensor]:
     }[inputs.scale_in]
 
 
-def of_products(
+def score_gradient(
     inputs: BackwardInputs, P: Tensor, less: Tensor, tanh: Tensor | None
 ) -> Tensor:
     """Returns dS [B, H, rows, keys] of a block, as it is multiplied with K and Q. `P`,

@@ -145,7 +145,7 @@ def forward(
     (`operands_of`). `at_once`: many tiles together, where the recipe allows it. Where
     splits were merged, m is L and l is 1, which give the same P."""
     if at_once and is_at_once(r):
-        return _at_once(r, q, k, v)
+        return _forward_at_once(r, q, k, v)
     states = [_pass(r, q, k, v, split) for split in splits(r)]
     if len(states) == 1:
         return states[0]
@@ -463,7 +463,7 @@ def _rows_that_see(
 # --- many tiles at once ---------------------------------------------------------------
 
 
-def _at_once(r: Rounder, q: Tensor, k: Tensor, v: Tensor) -> State:
+def _forward_at_once(r: Rounder, q: Tensor, k: Tensor, v: Tensor) -> State:
     """Returns the State after all keys, many tiles at a time, for a recipe that
     `is_at_once`: m and l [B, H, rows], O [B, H, rows, v_dim], normalised. After a merge
     of splits m is L and l is 1. Until then an axis of splits follows the rows."""

@@ -129,8 +129,8 @@ def unpredictable(
     element, as a clause; None where it does. A claim of None is never predicted. An
     emulation leaves out fp32 arithmetic, which must be small beside rounding. So the
     `working` format has at most MOST_BITS significant bits, and float32 contains it.
-    Where the format `returned` has more bits than that, the recipe must have `working` at
-    a site before the results are cast.
+    Where the format `returned` has more bits than that, the recipe must round at a site
+    before the results are cast.
 
     `of_size`: returns why not even the size of an error is predicted. In float32 it is
     bounded, by the emulation together with what fp32 arithmetic may err
@@ -142,9 +142,10 @@ def unpredictable(
         return "no emulation predicts this kernel"
     if working.precision > MOST_BITS or not FORMATS["float32"].contains(working):
         return f"an emulation leaves out arithmetic, which is not small in {working.name}"
-    rounded = (s for s, value in recipe_of(claim).sites.items() if value == "working")
+    rounding_model, casts = recipe_of(claim), SITE_OF.values()
+    formats = (rounding_model.format_at(x, working) for x in SITES if x not in casts)
     if returned.precision > MOST_BITS and all(
-        site in SITE_OF.values() for site in rounded
+        fmt is None or fmt.contains(FORMATS["float32"]) for fmt in formats
     ):
         return f"it rounds nowhere, and {returned.name} shows its arithmetic"
     return None

@@ -17,8 +17,8 @@ with all terms positive, and |dP| + |delta| for their difference: there a backwa
 loses its digits.
 
 There are two paths, alike to fp64 rounding: `numdev.kernels.reference.blocked`, plain
-PyTorch for any device and for small calls, and `numdev.kernels.reference.fused`, Triton
-on CUDA. Results say which it was."""
+PyTorch on a CPU and for small calls, and `numdev.kernels.reference.fused`, Triton on
+CUDA. Results say which it was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference, block by block in PyTorch: for any device, and the check on the fused
+"""The reference, block by block in PyTorch, on a CPU or CUDA: the check on the fused
 path.
 
 Query rows are processed in blocks, each against all the keys it can see, with an ordinary
@@ -73,7 +73,7 @@ def attend(case: AttentionCase, dtype: torch.dtype = torch.float64) -> Reference
     for rows in row_blocks(case):
         keys = key_range(case, rows)
         S = scores(case, _products(case, q, k, rows, keys), rows, keys)
-        _attend(reference, case, S, _largest(S), rows, values[:, :, keys], weigh)
+        _fill_in_rows(reference, case, S, _largest(S), rows, values[:, :, keys], weigh)
     return reference
 
 
@@ -100,7 +100,7 @@ def gradients(case: AttentionCase, dtype: torch.dtype = torch.float64) -> Gradie
         m = _largest(S)
         # In a row of NaN exp(-inf - NaN) is NaN too, and yet what is hidden is hidden.
         hidden = None if all_finite([m]) else S.eq(-math.inf)
-        P, l = _attend(sums, case, S, m, rows, values[:, :, keys], weigh)
+        P, l = _fill_in_rows(sums, case, S, m, rows, values[:, :, keys], weigh)
         P.div_(nonzero(l)[..., None])
         if hidden is not None:
             P.masked_fill_(hidden, 0.0)
@@ -218,7 +218,7 @@ def _largest(S: Tensor) -> Tensor:
     return S.amax(dim=-1) if S.shape[-1] else S.new_full(S.shape[:3], -math.inf)
 
 
-def _attend(
+def _fill_in_rows(
     reference: Reference,
     case: AttentionCase,
     S: Tensor,

@@ -2,8 +2,8 @@
 run.
 
 The blocked path of `numdev.kernels.reference` is the check on this one, and computes what
-this one refuses (`accept`). Results agree to fp64 rounding (docs/derivations.md has the
-bound), and are the same from run to run.
+this one refuses (`refuse_unfit`). Results agree to fp64 rounding (docs/derivations.md has
+the bound), and are the same from run to run.
 
 Forward is one kernel. Backward is the five matrix products that every backward pass
 makes, in fp64, and three for the term scales of dq, dk and dv: S and dP stay in registers
@@ -87,7 +87,7 @@ BLOCK_D = 16  # how much of S's and dP's inner axis a step of the backward kerne
 def attend(case: AttentionCase) -> Reference:
     """Returns the forward reference by the fused path. Raises Refused where this path
     cannot take the case."""
-    accept(case)
+    refuse_unfit(case)
     return Reference(
         by="fused", **_join_head_groups(case, lambda part, heads: _forward(part))
     )
@@ -97,9 +97,9 @@ def gradients(case: AttentionCase) -> Gradients:
     """Returns the forward reference and the gradients by the fused path. Raises Refused
     where this path cannot take the case, UsageError for a case without grad_out."""
     upstream(case)
-    accept(case)
+    refuse_unfit(case)
     forward = _join_head_groups(case, lambda part, heads: _forward(part))
-    accept_scores(forward)
+    refuse_large_scores(forward)
     names = ("out", "lse", "empty")
     backward = _join_head_groups(
         case, lambda part, heads: _backward(part, *(forward[n][:, heads] for n in names))
@@ -296,7 +296,7 @@ def _forward(case: AttentionCase) -> Results:
 
 def _forward_tile(case: AttentionCase) -> Tile:
     """Returns the forward kernel's tile for the case's width and GPU. Raises
-    StopIteration for heads wider than WIDEST, which `accept` refuses."""
+    StopIteration for heads wider than WIDEST, which `refuse_unfit` excludes."""
     widest, device = max(_width(case.q), _width(case.v)), case.q.device
     on_nvidia = device.type == "cuda" and torch.version.hip is None
     tiles = (
@@ -525,7 +525,7 @@ def launch(
 # --- what it cannot take --------------------------------------------------------------
 
 
-def accept(case: AttentionCase) -> None:
+def refuse_unfit(case: AttentionCase) -> None:
     """Raises Refused where the fused path cannot take the case: another device than CUDA,
     shapes and formats, no Triton, or numbers out of range. Waits for the device."""
     refuse((not case.q.is_cuda, "the fused one runs on CUDA"))
@@ -537,7 +537,7 @@ def accept(case: AttentionCase) -> None:
     refuse((reason := _out_of_range_reason(case), str(reason)))
 
 
-def accept_scores(forward: Mapping[str, Tensor]) -> None:
+def refuse_large_scores(forward: Mapping[str, Tensor]) -> None:
     """Raises Refused where the log-sum-exp of a row that sees a key is beyond LARGEST in
     magnitude, as where an additive mask moves all its scores: L then says nothing of the
     differences between them, and P cannot be computed from it. `forward` has `lse` and

@@ -476,7 +476,7 @@ class Bench:
         )
         heads = range(kv_head * case.group, (kv_head + 1) * case.group)
         chosen = heads if tensor == "dq" else range(kv_head, kv_head + 1)
-        why = narrow_sum_eligibility.unmeasured(
+        why = narrow_sum_eligibility.why_not_looked_for(
             tensor, self.format.name, case.q_len, case.kv_len
         )
         if select.queries is not None:

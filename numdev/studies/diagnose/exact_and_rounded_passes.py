@@ -190,10 +190,11 @@ def _row_sums(inputs: BackwardInputs, delta: Tensor) -> Tensor:
         sums[3] = P if inputs.over is None else P / blocked.nonzero(inputs.over).double()
     inputs = dataclasses.replace(inputs, r=rounder_by_site(case, inputs.r.recipe))
     for rows, keys in bwd.blocks(inputs):
-        P, dP, tanh = bwd.again(inputs, rows, keys)
+        P, dP, tanh = bwd.recompute_p_and_dp(inputs, rows, keys)
         P = inputs.r("p_for_ds", P)
         weights, weighed = P.double(), P.double() * dP.double()
-        dS = bwd.of_products(inputs, P, dP.sub_(delta[:, :, rows, None]), tanh).double()
+        less = dP.sub_(delta[:, :, rows, None])
+        dS = bwd.score_gradient(inputs, P, less, tanh).double()
         shown, added = visible(case, rows, keys), additive(case, rows, keys)
         seen = (
             torch.ones((), dtype=torch.bool, device=case.q.device)
