@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from numdev.errors import UsageError
+from numdev.exact.copies import wide_arguments
 from numdev.exact.evaluation import Computing, computing, evaluate
 from numdev.exact.rounding import EveryOperation
 from numdev.exact.unsupported_operations import Unsupported
@@ -481,6 +482,27 @@ def test_arguments_are_copied_and_share_storage_as_they_did(x: Tensor) -> None:
         name: y.stride() for name, y in tree.items() if isinstance(y, Tensor)
     }
     assert torch.equal(x, before)
+
+
+def lazy_pairs() -> dict[str, tuple[Tensor, ...]]:
+    z = torch.randn(5, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    n = torch.arange(4)
+    return {
+        "conjugate": (z, z.conj()),
+        "conjugate first": (z.conj(), z),
+        "negative": (z.imag, z.conj().imag),
+        "parts of a conjugate": (z.conj()[:3], z.conj()[2:]),
+        "integers": (n, torch._neg_view(n)),
+    }
+
+
+@pytest.mark.parametrize("name", lazy_pairs())
+def test_a_tensor_beside_its_lazy_conjugate_or_negative_is_copied(name: str) -> None:
+    """Each has values of its own, though one memory holds both."""
+    originals = lazy_pairs()[name]
+    for x, y in zip(originals, wide_arguments(originals), strict=True):
+        assert isinstance(y, Tensor)
+        assert torch.equal(widened(y), widened(x.resolve_conj().resolve_neg()))
 
 
 class Attributes(nn.Module):
