@@ -297,6 +297,21 @@ def test_attention_and_logsumexp_are_their_own_formulas(x: Tensor) -> None:
     assert torch.equal(with_axes.exact, x.double().logsumexp((0, 1), keepdim=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+@pytest.mark.parametrize("dim", [1, (0, 1), ()])
+@pytest.mark.parametrize("shape", [(2, 0), (0, 2), (2, 3)])
+def test_logsumexp_of_no_numbers_and_of_complex_ones_is_pytorchs(
+    shape: tuple[int, ...], dim: Any, dtype: torch.dtype
+) -> None:
+    """-inf of no numbers."""
+    x = torch.ones(shape, dtype=dtype)
+
+    def function(x: Tensor) -> Tensor:
+        return torch.logsumexp(x, dim, keepdim=True)
+
+    torch.testing.assert_close(rounded(function, x), function(x))
+
+
 def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen.tril(3).triu(-20))
