@@ -597,6 +597,15 @@ def test_a_write_into_a_lazy_conjugate_is_refused() -> None:
         evaluate(lambda z: z.conj().mul_(2) + z, z)
 
 
+def test_a_gradient_of_lazy_zeros_has_memory(x: Tensor) -> None:
+    """The gradient of `sgn` is a tensor of zeros without any, at which kernels crash."""
+    ones = x.float().requires_grad_()
+    done = evaluate(
+        torch.sgn, ones, rounding=EveryOperation(), cotangent=lambda i, y: y.detach()
+    )
+    assert not widened(done.gradients["[0]"]).any()
+
+
 def test_complex_numbers_are_rounded_part_by_part() -> None:
     x = torch.randn(8, 2, generator=torch.Generator().manual_seed(1))
 
@@ -629,6 +638,24 @@ def test_a_seed_draws_what_it_draws_in_the_format(name: str, x: Tensor) -> None:
     draws = rounded(DRAWS[name], x, seed=5)
     torch.manual_seed(5)
     assert torch.equal(draws, DRAWS[name](x))
+
+
+@pytest.mark.parametrize("train", [True, False, None])
+@pytest.mark.parametrize(
+    ("numbers", "dtype"),
+    [(64, torch.float32), (0, torch.float32), (0, torch.float8_e4m3fn)],
+)
+def test_native_dropout_is_pytorchs(
+    numbers: int, dtype: torch.dtype, train: bool | None
+) -> None:
+    """None is training; the mask of no numbers has their dtype."""
+    x = torch.ones(numbers).to(dtype)
+    done = evaluate(lambda x: torch.native_dropout(x, 0.5, train), x, seed=3)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        output, mask = torch.native_dropout(x.float(), 0.5, train)
+    assert torch.equal(widened(done.output[0]), output.double())
+    assert torch.equal(done.output[1].bool(), mask.bool())
 
 
 @pytest.mark.parametrize("name", DRAWS)
