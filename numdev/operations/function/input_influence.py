@@ -23,7 +23,7 @@ from numdev.operations.function.inputs import TRIVIAL, reordered
 from numdev.operations.function.judged import FunctionCall, distance, stacked
 from numdev.operations.function.other_numbers import LARGEST_EPS, numbers_of
 from numdev.operations.function.reference import FunctionReference, module_of_function
-from numdev.operations.function.trees import Values, is_unwritten
+from numdev.operations.function.trees import Values, looks_unwritten
 
 WORK = 1 << 26  # numbers of inputs, times how many inputs are tried
 LEAST_TRIED = 8
@@ -60,7 +60,7 @@ def influences_of(call: FunctionCall, names: Sequence[str] = ()) -> Iterator[Inf
     size = sum(x.numel() for x in inputs.values())
     tries = max(LEAST_TRIED, WORK // max(size, 1))
     for name, x in inputs.items():
-        if not x.numel() or (names and name not in names) or is_unwritten(x):
+        if not x.numel() or (names and name not in names) or looks_unwritten(x):
             continue
         changed = [_other_values(call, name, i) for i in range(len(call.draws))]
         others = [y for y in changed if y is not None]
