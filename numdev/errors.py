@@ -7,6 +7,7 @@ passed, 1 a gate's threshold was exceeded, 2 usage or configuration, 3 could not
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterable
 from pathlib import Path
@@ -50,6 +51,14 @@ def cannot_write(path: Path, error: OSError) -> NumdevError:
     wrong = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
     kind = UsageError if isinstance(error, wrong) else MeasurementError
     return kind(f"{path}: cannot be written ({error.strerror or one_line(error)})")
+
+
+def why_no_file(path: Path | str) -> str:
+    """Returns why a path is no file, for one that is none: `expected a file, got a
+    folder`, or `no such file`."""
+    # Path's own raises for a name that is too long or has a zero byte
+    is_folder = os.path.isdir(path)
+    return "expected a file, got a folder" if is_folder else "no such file"
 
 
 def one_line(error: BaseException) -> str:

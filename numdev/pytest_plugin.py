@@ -37,7 +37,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declares the marker `numdev_cases`."""
+    """Declares the marker `numdev_cases`. Raises pytest's UsageError where the reports of
+    --numdev-report cannot be written there."""
+    if (directory := config.getoption("--numdev-report")) is not None:
+        from numdev.errors import UsageError
+        from numdev.report.io import expect_directory
+
+        try:
+            expect_directory(directory, "--numdev-report")
+        except UsageError as error:
+            raise pytest.UsageError(str(error)) from error
     config.addinivalue_line(
         "markers",
         "numdev_cases(*cases): run the test once for each case, given as "

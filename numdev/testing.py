@@ -25,7 +25,7 @@ from numdev.kernels import Kernel, find, kernel_of_function
 from numdev.kernels.output import GRADIENTS
 from numdev.kernels.plain_functions import parameters_by_role, untested_parameters
 from numdev.report import AuditReport, Finding, Outcome, Place
-from numdev.report.io import make_directory
+from numdev.report.io import expect_directory, make_directory
 from numdev.report.number_text import MOST, ratio, si
 from numdev.report.safe_text import plain
 from numdev.studies.audit.check import (
@@ -157,8 +157,8 @@ def check(
 
     Returns the CheckResult: `passed` is False where a limit is exceeded, a call failed,
     an axis of `invariant` changes bits, or what was asked for could not be measured.
-    Raises UsageError for wrong arguments, MeasurementError for rules made for another
-    system, OSError where a script cannot be written."""
+    Raises UsageError for wrong arguments, as a file for `reproducers`, MeasurementError
+    for rules made for another system, OSError where a script cannot be written."""
     if reference is not None:
         if cases is not None or claims is not None or invariant:
             raise UsageError("reference: cases, claims and invariant are of attention")
@@ -252,7 +252,10 @@ def _check_result(
     judged by the rules and along the axes. `asked`: the report's request; `name`: what
     sentences call the kernel; `reproducers`: the directory for a script, None for a
     temporary one. Raises MeasurementError where the rules were made for another system,
-    UsageError or OSError where a script is to be written and cannot be."""
+    UsageError, before anything is measured, where `reproducers` is no place for a script,
+    and UsageError or OSError where a script is to be written and cannot be."""
+    if reproducers is not None:
+        expect_directory(Path(reproducers), "reproducers")
     planned = plan.kernels[-1]
     # What it declines is said, not judged
     rules = rules.model_copy(update={"skipped": "allow"})

@@ -218,6 +218,17 @@ def test_the_script_shows_it_in_a_bare_process(tmp_path: Path, monkeypatch: Any)
     assert "The deviation shows." in answer.stdout
 
 
+def test_a_file_for_reproducers_is_refused_at_the_beginning(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    def never(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        raise AssertionError("it is not run")
+
+    words = r"/file: expected a directory .*, got a file; choose another reproducers$"
+    with pytest.raises(UsageError, match=words):
+        testing.check(never, cases="decode", reproducers=tmp_path / "file")
+
+
 def test_an_exceptions_words_are_harmless() -> None:
     """Control characters are spelled out, in the message and in the line of pytest's
     summary."""

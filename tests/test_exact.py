@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from numdev.errors import UsageError
+from numdev.exact.copies import wide_arguments
 from numdev.exact.evaluation import Computing, computing, evaluate
 from numdev.exact.rounding import EveryOperation
 from numdev.exact.unsupported_operations import Unsupported
@@ -296,6 +297,21 @@ def test_attention_and_logsumexp_are_their_own_formulas(x: Tensor) -> None:
     assert torch.equal(with_axes.exact, x.double().logsumexp((0, 1), keepdim=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+@pytest.mark.parametrize("dim", [1, (0, 1), ()])
+@pytest.mark.parametrize("shape", [(2, 0), (0, 2), (2, 3)])
+def test_logsumexp_of_no_numbers_and_of_complex_ones_is_pytorchs(
+    shape: tuple[int, ...], dim: Any, dtype: torch.dtype
+) -> None:
+    """-inf of no numbers."""
+    x = torch.ones(shape, dtype=dtype)
+
+    def function(x: Tensor) -> Tensor:
+        return torch.logsumexp(x, dim, keepdim=True)
+
+    torch.testing.assert_close(rounded(function, x), function(x))
+
+
 def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen.tril(3).triu(-20))
@@ -483,6 +499,27 @@ def test_arguments_are_copied_and_share_storage_as_they_did(x: Tensor) -> None:
     assert torch.equal(x, before)
 
 
+def lazy_pairs() -> dict[str, tuple[Tensor, ...]]:
+    z = torch.randn(5, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    n = torch.arange(4)
+    return {
+        "conjugate": (z, z.conj()),
+        "conjugate first": (z.conj(), z),
+        "negative": (z.imag, z.conj().imag),
+        "parts of a conjugate": (z.conj()[:3], z.conj()[2:]),
+        "integers": (n, torch._neg_view(n)),
+    }
+
+
+@pytest.mark.parametrize("name", lazy_pairs())
+def test_a_tensor_beside_its_lazy_conjugate_or_negative_is_copied(name: str) -> None:
+    """Each has values of its own, though one memory holds both."""
+    originals = lazy_pairs()[name]
+    for x, y in zip(originals, wide_arguments(originals), strict=True):
+        assert isinstance(y, Tensor)
+        assert torch.equal(widened(y), widened(x.resolve_conj().resolve_neg()))
+
+
 class Attributes(nn.Module):
     """A module with tensors everywhere, some of which it writes into."""
 
@@ -560,6 +597,15 @@ def test_a_write_into_a_lazy_conjugate_is_refused() -> None:
         evaluate(lambda z: z.conj().mul_(2) + z, z)
 
 
+def test_a_gradient_of_lazy_zeros_has_memory(x: Tensor) -> None:
+    """The gradient of `sgn` is a tensor of zeros without any, at which kernels crash."""
+    ones = x.float().requires_grad_()
+    done = evaluate(
+        torch.sgn, ones, rounding=EveryOperation(), cotangent=lambda i, y: y.detach()
+    )
+    assert not widened(done.gradients["[0]"]).any()
+
+
 def test_complex_numbers_are_rounded_part_by_part() -> None:
     x = torch.randn(8, 2, generator=torch.Generator().manual_seed(1))
 
@@ -592,6 +638,24 @@ def test_a_seed_draws_what_it_draws_in_the_format(name: str, x: Tensor) -> None:
     draws = rounded(DRAWS[name], x, seed=5)
     torch.manual_seed(5)
     assert torch.equal(draws, DRAWS[name](x))
+
+
+@pytest.mark.parametrize("train", [True, False, None])
+@pytest.mark.parametrize(
+    ("numbers", "dtype"),
+    [(64, torch.float32), (0, torch.float32), (0, torch.float8_e4m3fn)],
+)
+def test_native_dropout_is_pytorchs(
+    numbers: int, dtype: torch.dtype, train: bool | None
+) -> None:
+    """None is training; the mask of no numbers has their dtype."""
+    x = torch.ones(numbers).to(dtype)
+    done = evaluate(lambda x: torch.native_dropout(x, 0.5, train), x, seed=3)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        output, mask = torch.native_dropout(x.float(), 0.5, train)
+    assert torch.equal(widened(done.output[0]), output.double())
+    assert torch.equal(done.output[1].bool(), mask.bool())
 
 
 @pytest.mark.parametrize("name", DRAWS)

@@ -341,6 +341,42 @@ def test_a_reference_that_does_not_run_again_costs_the_name_alone() -> None:
         causes_of(of, {"output": x * 3}, {})
 
 
+def eight_bits(x: Tensor) -> Tensor:
+    return x.to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    ("reference", "arguments"),
+    [
+        (lambda x: torch.fft.fft(x).abs(), drawn((8, 32))),
+        (lambda x: (x.cfloat() @ x.cfloat().mT).sum(-1).abs(), drawn((16, 32))),
+        (lambda x: x.cfloat().tanh().logsumexp(-1).real, drawn((16, 32))),
+        (lambda x: x.float() * 3, [eight_bits(x) for x in drawn((8, 32))]),
+    ],
+)
+def test_every_alternative_to_complex_and_8_bit_numbers_can_be_computed(
+    reference: Function, arguments: list[Tensor]
+) -> None:
+    """Where none explains an output, that is no failure."""
+    of = FunctionReference(
+        function=reference, arguments=arguments_of(arguments, reference), seed=0,
+        backward=False,
+    )  # fmt: skip
+    truth = of.truth["output"]
+    [noise] = drawn(tuple(truth.shape))
+    assert causes_of(of, {"output": truth + noise}, {}) == {}
+
+
+def test_a_float8_argument_is_read_with_other_numbers() -> None:
+    x = torch.tensor([0.5, 1.0, -2.0, 448.0])
+    others = dict(other_references._other_values("x", eight_bits(x)))
+    for words, wanted in (
+        ("+1 is added to x", x + 1),
+        ("x is read with the other sign", -x),
+    ):
+        assert torch.equal(others[words].float(), eight_bits(wanted).float())
+
+
 def test_an_alternative_that_cannot_be_computed_is_no_silent_miss(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

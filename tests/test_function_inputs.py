@@ -18,6 +18,10 @@ import numdev
 from numdev.cli.main import cli
 from numdev.errors import UsageError
 from numdev.function_check import check_beside, check_problem
+from numdev.operations.function.input_influence import influences_of
+from numdev.operations.function.judged import FunctionCall
+from numdev.operations.function.reference import FunctionReference
+from numdev.operations.function.trees import Arguments
 from numdev.report import FunctionReport, InputRecord, read, write
 from numdev.testing import CheckResult
 
@@ -135,6 +139,33 @@ def test_the_command_and_the_report_say_it(tmp_path: Path) -> None:
     write(report, tmp_path / "again")
     assert read(tmp_path / "again") == report
     assert "mask" in (tmp_path / "inputs.csv").read_text()
+
+
+def test_a_number_that_changes_integers_alone_changes_something() -> None:
+    def above(x: Tensor) -> Tensor:
+        return (x > 0.25).long()
+
+    def inputs(seed: int) -> Tensor:
+        return torch.linspace(0, 1, 16)
+
+    record = by_name(numdev.check(above, reference=above, inputs=inputs))[
+        "number 0.25 as 0.5"
+    ]
+    assert (record.moved, record.changed, record.reason) == (0, 4, None)
+
+
+def test_a_reference_that_raises_on_its_own_arguments_raises() -> None:
+    """It is no input for which it does."""
+
+    def raising(x: Tensor) -> Tensor:
+        raise ValueError("always")
+
+    arguments = Arguments(positional=(torch.ones(4),), names=("x",))
+    of = FunctionReference(function=raising, arguments=arguments, seed=0, backward=False)
+    other = Arguments(positional=(torch.zeros(4),), names=("x",))
+    call = FunctionCall(name="seed 0", draws=[of], others=[other])
+    with pytest.raises(ValueError, match="always"):
+        list(influences_of(call))
 
 
 def test_a_number_that_the_data_cannot_tell_is_said() -> None:

@@ -28,7 +28,12 @@ from numdev.operations.function.reference import (
 )
 from numdev.operations.function.shapes_and_dtypes import Form
 from numdev.operations.function.terms_of_sums import TERMS
-from numdev.operations.function.trees import Arguments, arguments_of, outputs_of
+from numdev.operations.function.trees import (
+    Arguments,
+    arguments_of,
+    as_real,
+    outputs_of,
+)
 from numdev.operations.function.yardstick import Errors, Lean
 
 aten = torch.ops.aten
@@ -291,6 +296,35 @@ def test_gelu_far_below_0_errs_as_its_sum_of_1_and_erf(x: float, size: float) ->
     gradient = aten.gelu_backward.default(at, at)
     back = variance_of(aten.gelu_backward.default, (at, at), gradient)
     torch.testing.assert_close(back, out)
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "dtype"),
+    [
+        (lambda x: x.softmax(0), (), torch.float32),
+        (lambda x: x.log_softmax(0), (), torch.float32),
+        (nn.LayerNorm(3), (3,), torch.float32),
+        (nn.LayerNorm(3), (0, 3), torch.float32),
+        (nn.LayerNorm(0), (2, 0), torch.float32),
+        (nn.GroupNorm(1, 2), (0, 2, 3), torch.float32),
+        (nn.GroupNorm(1, 2), (2, 2, 0), torch.float32),
+        (torch.prod, (0,), torch.float32),
+        (torch.std, (4, 8), torch.complex64),
+        (torch.linalg.vector_norm, (1,), torch.complex64),
+    ],
+)
+def test_a_single_row_no_numbers_and_complex_ones_have_an_arithmetic(
+    function: Callable[[Tensor], Tensor], shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Forward and backward, within a few unit roundoffs of what PyTorch computes."""
+    of = FunctionReference(
+        function=function, arguments=arguments_of(drawn(*shape).to(dtype), function),
+        seed=0, backward=True,
+    )  # fmt: skip
+    for name, x in of.rounded[0].items():
+        plain = as_real(of.plain.tensors[name]).double()
+        for y in (of.truth[name], plain):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 def test_what_is_not_finite_and_what_only_moves_has_no_arithmetic() -> None:

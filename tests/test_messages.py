@@ -139,6 +139,8 @@ MISTAKES = [
     ("check mine.py:norm --inputs mine.py:norm", 2, "--inputs and --shape need a --reference"),
     ("check mine.py --problem empty.py", 2, "empty.py: expected Model, get_inputs, get_init_inputs, got"),
     ("check mine.py --problem syntax.py", 2, LINE),
+    ("check mine.py --problem folder", 2, "folder: expected a file, got a folder"),
+    ("check mine.py --problem none.py", 2, "none.py: no such file"),
     ("check mine.py --problem sweep.yaml", 2, f"expected a Python file, {SWEEP}"),
     ("check mine.py --task folder", 2, "folder: expected a folder with task.yml"),
     ("check mine.py --definition half.json", 2, "half.json: Invalid JSON: EOF while parsing"),

@@ -136,6 +136,15 @@ def test_thresholds_and_reports_by_option(suite: pytest.Pytester) -> None:
         assert (folder / "report.html").exists()
 
 
+def test_a_file_for_reports_is_refused_at_the_beginning(suite: pytest.Pytester) -> None:
+    result = run(suite, "--numdev-report=kernels_of_mine.py")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(
+        ["ERROR: kernels_of_mine.py: expected a directory for the results, got a file; "
+         "choose another --numdev-report"]
+    )  # fmt: skip
+
+
 @pytest.mark.slow
 def test_it_imports_nothing_for_others(suite: pytest.Pytester) -> None:
     """A run that uses none of it imports no torch, pydantic or yaml, and says nothing."""

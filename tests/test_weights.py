@@ -242,7 +242,14 @@ def test_errors_are_one_line(run: Any) -> None:
     """And nothing else: no report is left where nothing was compared."""
     torch.save({"x": torch.ones(2)}, "others.pt")
     Path("broken.pt").write_bytes(b"nothing")
+    for name in ("empty.safetensors", "bare.safetensors"):
+        save_file({}, name)
     for names, code, words in (
+        (
+            "empty.safetensors bare.safetensors",
+            3,
+            "no tensor could be compared: the files hold no tensor\n",
+        ),
         ("a.pt", 2, "expected two sets or more"),
         ("a.pt nowhere.pt", 2, "no such file or directory"),
         ("a.pt b.pt b.pt", 2, "given twice"),

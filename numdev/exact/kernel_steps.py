@@ -65,12 +65,15 @@ def why_kernels_err(names: Iterable[str]) -> str:
 def logsumexp(
     func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> Tensor:
-    """Returns log(sum(exp(x))) in the steps of PyTorch's own formula. A maximum of plus
-    or minus infinity is not subtracted."""
+    """Returns log(sum(exp(x))) in the steps of PyTorch's own formula; -inf for the sum of
+    no numbers. The largest real part is subtracted before, unless it is plus or minus
+    infinity, and added to the logarithm."""
     call = _KernelCall(func, args, kwargs)
     x, dims = call.tensor("self"), cast(list[int], call["dim"])
     keepdim = bool(call["keepdim"])
-    largest = x.amax(dims, keepdim=True)
+    if not x.numel():
+        return x.exp().sum(dims, keepdim=keepdim).log()
+    largest = torch.real(x).amax(dims, keepdim=True)
     largest = torch.where(largest.abs() == torch.inf, torch.zeros_like(largest), largest)
     total = (x - largest).exp().sum(dims, keepdim=keepdim)
     return total.log() + (largest if keepdim else largest.squeeze(dims))

@@ -21,8 +21,9 @@ def wide_arguments(arguments: tuple[object, ...]) -> tuple[object, ...]:
     tensors become `Wide` tensors of the same values, shape, strides and dtype, leaves of
     autograd that require a gradient where the originals do; other tensors are cloned.
     Other objects are kept, and so are tensors inside them, as in a dataclass. Tensors
-    that are one object, or share storage in one dtype, do so in the copy; of `Wide`
-    tensors only those that are one object.
+    that are one object stay one in the copy. Tensors that share storage in one dtype do
+    so in the copy, but for `Wide` ones, and for a tensor beside its lazy conjugate or
+    negative.
 
     Raises Unsupported for a tensor that is not strided (sparse)."""
     copies = wide_copies(x for x in tree_leaves(arguments) if isinstance(x, Tensor))
@@ -58,8 +59,8 @@ def wide_module(module: nn.Module) -> nn.Module:
 def wide_copies(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
     """Returns the copy of each tensor by `id()` of the original: a `Wide` tensor for one
     of floating point, else a clone. Copies share storage where their originals do in one
-    dtype; those of `Wide` tensors share none. Raises Unsupported for a tensor that is not
-    strided."""
+    dtype, and are all or none of them lazy conjugates, and negatives; those of `Wide`
+    tensors share none. Raises Unsupported for a tensor that is not strided."""
     groups: dict[object, list[Tensor]] = defaultdict(list)
     for x in tensors:
         if not isinstance(x, Wide) and x.layout != torch.strided:
@@ -67,7 +68,7 @@ def wide_copies(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
                 "an argument", f"it is a tensor of the layout {x.layout}"
             )
         shared = id(x) if isinstance(x, Wide) else x.untyped_storage()._cdata
-        groups[shared, x.dtype].append(x)
+        groups[shared, x.dtype, x.is_conj(), x.is_neg()].append(x)
     copies: dict[int, Tensor] = {}
     for group in groups.values():
         copies |= _copies_of_group(group)
@@ -77,15 +78,13 @@ def wide_copies(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
 def _copies_of_group(group: list[Tensor]) -> dict[int, Tensor]:
     """Returns the copies by `id()` of the originals, as views of one copy of the storage
     between the first and the last element in use. `group`: one tensor or more, all of one
-    storage and dtype, or one `Wide` tensor."""
-    values = [
-        x.exact if isinstance(x, Wide) else x.detach().resolve_conj() for x in group
-    ]
+    storage and dtype, and all or none of them lazy conjugates, and negatives; or one
+    `Wide` tensor."""
+    values = [x.exact if isinstance(x, Wide) else x.detach() for x in group]
     begin = min(x.storage_offset() for x in values)
     end = max(x.storage_offset() + _storage_extent(x) for x in values)
     base = values[0].as_strided((end - begin,), (1,), begin)
-    if base.is_neg():
-        base = base.resolve_neg()
+    base = base.resolve_conj().resolve_neg()
     base = widened(base).clone() if is_floating(base) else base.clone()
     copies: dict[int, Tensor] = {}
     for x, value in zip(group, values, strict=True):

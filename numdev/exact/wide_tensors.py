@@ -364,6 +364,8 @@ class _Call:
             return self.stands_for[id(x)]
         if not is_floating(x):
             return x
+        if x._is_zerotensor():  # it has no memory to read
+            x = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
         if x.layout != torch.strided or x.is_nested:
             layout = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
             raise unsupported_error(
@@ -482,18 +484,17 @@ def _apply_dropout(
     kwargs: Mapping[str, object],
     rounding: Rounding,
 ) -> tuple[Wide, Tensor]:
-    """Returns the output and the bool mask of `native_dropout`; the mask is drawn in the
+    """Returns the output and the mask of `native_dropout`; the mask is drawn in the
     input's dtype. The output is exact values times mask / (1 - p), 0 for p = 1, then
-    rounded. Where `train` is False or None, it is values times mask, then rounded."""
+    rounded. Where `train` is False, it is values times mask, then rounded; None counts as
+    True, as in PyTorch's kernels."""
     x, p = args[0], float(args[1])
     ones = torch.ones_like(narrowed(x))
     _, mask = func(ones, *args[1:], **kwargs)
     scale = 0.0 if p == 1 else 1 / (1 - p)
-    values = (
-        widened(x)
-        * mask
-        * (scale if operator_argument(func, args, kwargs, "train") else 1.0)
-    )
+    if operator_argument(func, args, kwargs, "train") is False:
+        scale = 1.0
+    values = widened(x) * widened(mask) * scale  # that of no numbers has their dtype
     return Wide.of(rounding.result(func, args, values, x.dtype), x.dtype), mask
 
 

@@ -30,7 +30,14 @@ from torch import Tensor
 
 from numdev.argument_checks import checked, expect, expect_fields
 from numdev.cases import AttentionCase
-from numdev.errors import MeasurementError, NumdevError, Refused, UsageError, closest
+from numdev.errors import (
+    MeasurementError,
+    NumdevError,
+    Refused,
+    UsageError,
+    closest,
+    why_no_file,
+)
 from numdev.kernels.output import (
     GRADIENTS,
     Output,
@@ -394,7 +401,7 @@ def importable_path(path: str) -> str:
         raise no_function_named(file)
     # Path's own raises for a name that is too long or has a zero byte
     if not os.path.isfile(file):
-        raise UsageError(f"{file}: no such file")
+        raise UsageError(f"{file}: {why_no_file(file)}")
     source = Path(file).resolve()
     folder, parts, first = source.parent, [source.stem], source
     while (folder / "__init__.py").exists():  # a module of a package

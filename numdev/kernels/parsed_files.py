@@ -8,7 +8,7 @@ import os
 import traceback
 from pathlib import Path
 
-from numdev.errors import UsageError, one_line
+from numdev.errors import UsageError, one_line, why_no_file
 
 MOST_NAMED = 8  # functions of a file that a message names
 
@@ -53,7 +53,7 @@ def no_function_named(file: str) -> UsageError:
     is none. Where no such file exists, the error says that. Raises UsageError for a file
     that cannot be read, and for what is not valid Python."""
     if not os.path.isfile(file):
-        return UsageError(f"{file}: no such file")
+        return UsageError(f"{file}: {why_no_file(file)}")
     functions = functions_in(Path(file))
     words = ", ".join(functions[:MOST_NAMED])
     if len(functions) > MOST_NAMED:

@@ -187,14 +187,15 @@ def refuse_other_kind(directory: Path, kind: str) -> None:
         raise UsageError(what, hint="give another --output")
 
 
-def expect_directory(directory: Path) -> None:
+def expect_directory(directory: Path, option: str = "--output") -> None:
     """Raises UsageError where results cannot go into a directory: it, or the nearest
     above it that exists, is a file or may not be written to, or its name is not possible.
-    Makes nothing, so that a command can ask before it measures."""
+    Makes nothing, so that a command can ask before it measures. `option`: of the user, to
+    choose another directory by."""
     try:
         _require_writable(directory)
     except OSError as error:
-        raise refused_directory(directory, error) from error
+        raise refused_directory(directory, error, option) from error
 
 
 def expect_writable_file(path: Path) -> None:
@@ -236,14 +237,17 @@ def make_directory(directory: Path) -> None:
         raise refused_directory(directory, error) from error
 
 
-def refused_directory(directory: Path, error: OSError) -> UsageError:
+def refused_directory(
+    directory: Path, error: OSError, option: str = "--output"
+) -> UsageError:
     """Returns the error for results that cannot be written into a directory; it names the
-    file or folder at fault where the system's `error` does."""
+    file or folder at fault where the system's `error` does. `option`: of the user, to
+    choose another directory by."""
     why = f"cannot write results there ({error.strerror})"
     if isinstance(error, NotADirectoryError | FileExistsError):
         why = "expected a directory for the results, got a file"
     return UsageError(
-        f"{error.filename or directory}: {why}", hint="choose another --output"
+        f"{error.filename or directory}: {why}", hint=f"choose another {option}"
     )
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from numdev.config import AuditRequest, demo_checkpoint
-from numdev.errors import UsageError, closest, one_line
+from numdev.errors import UsageError, closest, one_line, why_no_file
 from numdev.sources.checkpoint import (
     LENGTHS,
     Checkpoint,
@@ -311,12 +311,12 @@ def read_prompt(path: Path, model: nn.Module) -> Prompt:
     """Returns the tensors of a file as inputs, sorted by name: by its suffix (`.bin`,
     `.pt`, `.pth`) of one that torch.save wrote, else of a safetensors file. Each is named
     after an argument that the model's forward declares (`**kwargs` does not count) and is
-    [batch, ...]. Raises UsageError where there is no such file, no tensor, no such
+    [batch, ...]. Raises UsageError where the path is no file, for no tensor, no such
     argument, or a tensor of no dimension or element; MeasurementError for a damaged
     file."""
     if not path.is_file():
         raise UsageError(
-            f"{path}: no such file",
+            f"{path}: {why_no_file(path)}",
             hint=f"--inputs takes a file of tensors: {', '.join(SUFFIXES)}",
         )
     inputs = {

@@ -303,10 +303,12 @@ def variance_of(func: OpOverload, args: Arguments, values: Tensor) -> Tensor | N
         added = terms(func, args, values)
         return _finite(of_sum(values, added.count, added.squares))
     if name in NORMS:
+        if not _size(args[0]):  # what is computed of no numbers has no error
+            return torch.zeros_like(values)
         of_weight = _of_weight(func, args, values)
         return _finite(_of_norm(func, args, values) if of_weight is None else of_weight)
     if name in SCATTERED:
-        count = max(1.0, _largest(args) / values.numel())
+        count = max(1.0, _largest_size(args) / values.numel())
         return _finite(PER_STEP * U**2 * values.square() * count / 3)
     return None
 
@@ -344,11 +346,11 @@ def _groups_of_statistics(
     if name == "native_group_norm" and values.shape == cast(Tensor, args[0]).shape:
         batch, groups = cast(int, args[3]), cast(int, args[6])
         return Groups([batch, groups, -1], [batch, groups, 1])
-    if name in ("native_layer_norm", "_fused_rms_norm"):
+    is_of_rows = name in ("native_layer_norm", "_fused_rms_norm")
+    if is_of_rows and values.shape == cast(Tensor, args[0]).shape:
         size = math.prod(cast(Sequence[int], args[1]))
         rows = values.numel() // size
-        if values.shape == cast(Tensor, args[0]).shape:
-            return Groups([rows, size], [rows, 1])
+        return Groups([rows, size], [rows, 1])
     return None
 
 
@@ -409,8 +411,8 @@ def _of_norm(func: OpOverload, args: Arguments, values: Tensor) -> Tensor:
         return U**2 * (_growth(count) * squares + _of_means(x, values, groups))
     counted = torch.where(values.abs() > LARGEST_LOGARITHM, 0, squares)
     typical = (counted if is_logarithm else squares).mean()
-    spread = x.var(correction=0) if x.numel() > 1 else x.square().sum()
-    lean = 1 + float(x.mean().square() / spread) if float(spread) > 0 else 1.0
+    spread = x.var(correction=0) if x.numel() > 1 else x.abs().square().sum()
+    lean = 1 + float(x.mean().abs().square() / spread) if float(spread) > 0 else 1.0
     size = squares + min(lean, LARGEST_LEAN) * typical / math.sqrt(count)
     return U**2 * _growth(count) * size
 
@@ -440,9 +442,10 @@ def _growth(count: float) -> float:
 def _of_weight(func: OpOverload, args: Arguments, values: Tensor) -> Tensor | None:
     """Returns the variance of the error of the gradient of a norm's weight or bias, a
     sum of what comes back, times the normalised values or not: the two have one shape,
-    and the larger terms count. None for any other result."""
+    and the larger terms count. None for any other result, and for a norm of a single row,
+    in which nothing is summed and the gradient of the input has that shape too."""
     of = None if _is_of_input(args, values) else projection_of(func, args)
-    if of is None or of.normalised is None:
+    if of is None or of.normalised is None or not of.over:
         return None
     back = cast(Tensor, widened(args[0]))
     added = (back, back * of.ungrouped(of.normalised))
@@ -456,7 +459,7 @@ def _size(x: object) -> int:
     return x.numel() if isinstance(x, Tensor) else 0
 
 
-def _largest(args: Arguments) -> float:
+def _largest_size(args: Arguments) -> float:
     """Returns how many elements the largest floating-point argument has; 1 without
     one."""
     return float(max((_size(x) for x in args if is_floating(x)), default=1))

@@ -24,7 +24,7 @@ from numdev.operations.function.trees import (
     Values,
     as_real,
     gradient_name,
-    is_unwritten,
+    looks_unwritten,
     outputs_of,
     without_numbers,
 )
@@ -255,8 +255,8 @@ def _check_numbers(outputs: Values) -> None:
 
 def _buffers(values: Values) -> tuple[str, ...]:
     """Returns the names of tensors that are memory for an output: those of which
-    `is_unwritten` holds."""
-    return tuple(name for name, x in values.items() if is_unwritten(x))
+    `looks_unwritten` holds."""
+    return tuple(name for name, x in values.items() if looks_unwritten(x))
 
 
 def _child(name: str, x: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from numdev.operations.function.inputs import TRIVIAL, reordered
 from numdev.operations.function.judged import FunctionCall, distance, stacked
 from numdev.operations.function.other_numbers import LARGEST_EPS, numbers_of
 from numdev.operations.function.reference import FunctionReference, module_of_function
-from numdev.operations.function.trees import Values, is_unwritten
+from numdev.operations.function.trees import Values, looks_unwritten
 
 WORK = 1 << 26  # numbers of inputs, times how many inputs are tried
 LEAST_TRIED = 8
@@ -54,13 +54,13 @@ def influences_of(call: FunctionCall, names: Sequence[str] = ()) -> Iterator[Inf
     inputs are large only the first are tried (LEAST_TRIED at least), and the others'
     `moved` is None. For an input that has no other numbers `moved` is None, or 0 where it
     is all 0 or all 1; it is None too where the reference raises for the other numbers.
-    `why` says why `moved` is None. Where the reference runs with other numbers, raises
-    what it raises on the call's own arguments."""
+    `why` says why `moved` is None. Where an input is tried, raises what the reference
+    raises on the call's own arguments."""
     inputs = call.draws[0].inputs
     size = sum(x.numel() for x in inputs.values())
     tries = max(LEAST_TRIED, WORK // max(size, 1))
     for name, x in inputs.items():
-        if not x.numel() or (names and name not in names) or is_unwritten(x):
+        if not x.numel() or (names and name not in names) or looks_unwritten(x):
             continue
         changed = [_other_values(call, name, i) for i in range(len(call.draws))]
         others = [y for y in changed if y is not None]
@@ -96,9 +96,10 @@ def influences_of_numbers(
         name = f"{each[0].label} {value:.4g} as {other:.4g}"
         if names and name not in names:
             continue
-        influence = _largest(call, name, [number.results(other) for number in each])
-        moved = influence.moved
-        why = influence.why or (None if moved else "which changes nothing")
+        results = [number.results(other) for number in each]
+        influence = _influence_on_most_moved(call, name, results)
+        changes = bool(influence.moved or influence.changed)
+        why = influence.why or (None if changes else "which changes nothing")
         yield influence._replace(why=why, is_number=True)
 
 
@@ -137,7 +138,7 @@ def _measured(call: FunctionCall, name: str, others: Sequence[Tensor]) -> Influe
             _exact_with(draw, name, other, backward=backward)
             for draw, other in zip(call.draws, others, strict=True)
         ]
-        influence = _largest(call, name, results)
+        influence = _influence_on_most_moved(call, name, results)
         if influence.moved is None or influence.changed:
             break
         if influence.moved >= LEAST_MOVED:
@@ -145,17 +146,21 @@ def _measured(call: FunctionCall, name: str, others: Sequence[Tensor]) -> Influe
     return influence
 
 
-def _largest(call: FunctionCall, name: str, results: Sequence[Values]) -> Influence:
+def _influence_on_most_moved(
+    call: FunctionCall, name: str, results: Sequence[Values]
+) -> Influence:
     """Returns the influence of an input on the tensor that moves most, from the exact
     results of all draws with other numbers in its place. `moved` is None where one of the
     results is empty, and 0 where no tensor of floats can be compared. Integers that
     differ are counted in `changed`. A tensor of another shape, or with an element that is
-    not finite any more, moves by INFINITE."""
+    not finite any more, moves by INFINITE. Raises what the reference raises on the call's
+    own arguments."""
+    judges = call.judges
     if not all(results):
         return Influence(name, None, why=RAISES)
     moved: dict[str, float] = {}
     changed = 0
-    for tensor, judge in call.judges.items():
+    for tensor, judge in judges.items():
         if any(tensor not in values for values in results):
             continue
         other = stacked([values[tensor] for values in results])

@@ -222,7 +222,7 @@ def prepared(arguments: Arguments, fmt: Format | None, device: str) -> Arguments
     return arguments.mapped(move)
 
 
-def trivial(arguments: Arguments) -> list[str]:
+def trivial_names(arguments: Arguments) -> list[str]:
     """Returns the names of real floating-point tensors of at least two elements that are
     0 everywhere, or 1 everywhere."""
     return [
@@ -276,7 +276,7 @@ def reordered(x: Tensor, seed: int) -> Tensor:
     return x.flatten()[order].reshape(x.shape)
 
 
-def differ(a: Arguments, b: Arguments) -> bool:
+def differ_in_values(a: Arguments, b: Arguments) -> bool:
     """Whether the tensors of two calls have the same names, shapes and dtypes, and at
     least one tensor has other bits."""
 

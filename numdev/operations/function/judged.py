@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from numdev.errors import MeasurementError
+from numdev.exact.dtypes import is_floating
 from numdev.exact.kernel_steps import why_kernels_err
 from numdev.exact.rounding import values_format
 from numdev.formats import FORMATS, Format, round_to
 from numdev.operations.function.function_runs import FunctionRun
-from numdev.operations.function.inputs import differ, shuffled
+from numdev.operations.function.inputs import differ_in_values, shuffled
 from numdev.operations.function.reference import FunctionReference, moved_by_half_an_ulp
 from numdev.operations.function.shapes_and_dtypes import Form, short_name
-from numdev.operations.function.trees import Arguments, Values, as_real, is_judged
+from numdev.operations.function.trees import Arguments, Values, as_real
 from numdev.operations.function.yardstick import Errors, Excess
 from numdev.report import BesideReference
 
@@ -256,7 +257,7 @@ class FunctionCall:
         plain = stacked([as_real(draw.plain.tensors[name]) for draw in self.draws])
         runs = self._runs(name, lambda draw: draw.rounded)
         errors = None
-        if is_judged(plain):
+        if is_floating(plain):
             sound = self._runs(name, lambda draw: draw.sound)
             fmt = values_format(self.forms[name].dtype)
             errors = Errors.of(truth, fmt, runs, sound, plain.double())
@@ -468,5 +469,5 @@ def other_data(arguments: Arguments, others: Sequence[Arguments], seed: int) -> 
     depends on its data: the first of `others` that has these names, shapes and dtypes and
     other values; else the elements of each floating-point tensor in another order, drawn
     with `seed`, while integers stay as they are."""
-    fitting = (x for x in others if differ(arguments, x))
+    fitting = (x for x in others if differ_in_values(arguments, x))
     return next(fitting, None) or shuffled(arguments, seed)

@@ -418,7 +418,7 @@ def narrow_factors(
     """Returns a matrix product or convolution whose factors in `which` (0: left, 1:
     right) are rounded to a format, or changed by `narrowed`. With both, the gradients of
     a convolution are computed so too: of the gradient that comes back, the input and the
-    weight. NotImplemented for another operation."""
+    weight. NotImplemented for another operation, and for complex factors."""
     if operation.name == "convolution_backward" and len(which) == 2:
         which = (0, 1, 2)  # the output's gradient, input, weight
     elif operation.name not in PRODUCTS and operation.name != "convolution":
@@ -426,18 +426,23 @@ def narrow_factors(
     first = 1 if operation.name in ("addmm", "baddbmm") else 0
     args = list(operation.args)
     for i in which:
-        args[first + i] = narrowed(cast(Tensor, args[first + i]), fmt)
+        factor = operation.tensor(first + i)
+        if factor.is_complex():
+            return NotImplemented
+        args[first + i] = narrowed(factor, fmt)
     return operation.on(*args)
 
 
 def rounded_result(operation: OperatorCall, fmt: Format) -> object:
-    """Returns an operation's floating-point result rounded to a format; NotImplemented
-    for a view, for an operation that writes, and for a result that is no floating-point
-    tensor. Raises UsageError for a complex one."""
+    """Returns an operation's real floating-point result rounded to a format.
+    NotImplemented for a view, for an operation that writes, and for any other result, as
+    a complex one or several."""
     if operation.func.is_view or operation.func._schema.is_mutable:
         return NotImplemented
     result = operation.result()
-    return rounded(result, fmt) if is_floating(result) else NotImplemented
+    if not isinstance(result, Tensor) or not result.is_floating_point():
+        return NotImplemented
+    return rounded(result, fmt)
 
 
 MAX_STEPS = 256  # blocks of a sum, above which it is not computed block by block
@@ -446,14 +451,14 @@ MAX_STEPS = 256  # blocks of a sum, above which it is not computed block by bloc
 def summed_in_blocks(operation: OperatorCall, fmt: Format, block: int) -> object:
     """Returns a sum, a mean or a matrix product whose terms are added up in blocks of
     `block` terms: the sum so far is rounded to a format after each block. NotImplemented
-    for another operation, for a sum of integers, along several axes or all, and for fewer
-    than two or more than MAX_STEPS blocks."""
+    for another operation, for a sum of integers or complex numbers, along several axes or
+    all, and for fewer than two or more than MAX_STEPS blocks."""
     name = operation.name
     if name in PRODUCTS:
         first = 0 if name in ("mm", "bmm") else 1
         x, y = operation.tensor(first), operation.tensor(first + 1)
         pairs = zip(x.split(block, -1), y.split(block, -2), strict=True)
-        if not 1 < math.ceil(x.shape[-1] / block) <= MAX_STEPS:
+        if not 1 < math.ceil(x.shape[-1] / block) <= MAX_STEPS or x.is_complex():
             return NotImplemented
         total = _running_sum([a @ b for a, b in pairs], fmt)
         if not first:
@@ -466,7 +471,7 @@ def summed_in_blocks(operation: OperatorCall, fmt: Format, block: int) -> object
         return NotImplemented
     x, dim = operation.tensor(0), dims[0]
     is_split = 1 < math.ceil(x.shape[dim] / block) <= MAX_STEPS
-    if not is_split or not is_floating(x):
+    if not is_split or not x.is_floating_point():
         return NotImplemented
     parts = [part.sum(dim, keepdim=True) for part in x.split(block, dim)]
     total = _running_sum(parts, fmt)

@@ -178,9 +178,10 @@ def _other_values(name: str, x: Tensor) -> Iterator[tuple[str, Tensor]]:
     int64) moved by one, clamped to 0 and the largest. Nothing for other dtypes and empty
     tensors."""
     if x.is_floating_point() and x.numel():
+        number = x.float() if x.itemsize == 1 else x  # nothing computes in 8 bits
         for added in ADDED:
-            yield f"{added:+g} is added to {name}", x + added
-        yield f"{name} is read with the other sign", -x
+            yield f"{added:+g} is added to {name}", (number + added).to(x.dtype)
+        yield f"{name} is read with the other sign", (-number).to(x.dtype)
         sizes = x.shape[-2:]
         if len(sizes) == 2 and 1 not in sizes and sizes[0] != sizes[1]:
             words = f"{name} is read as if its last two axes were exchanged in memory"

@@ -18,7 +18,7 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-from numdev.errors import UsageError, one_line
+from numdev.errors import UsageError, one_line, why_no_file
 from numdev.kernels.parsed_files import names_place, why_not_imported
 from numdev.operations.function.inputs import TRIVIAL
 from numdev.operations.function.trees import Values
@@ -112,10 +112,10 @@ def _listed(arguments: object, what: str) -> tuple[object, ...]:
 def module_of(path: Path) -> ModuleType:
     """Imports a file as a module under a name that no other file has, anew at each call,
     and returns it. Its folder is added to the end of sys.path, the module to sys.modules.
-    Raises UsageError where there is no such file, where its name does not end in .py, and
+    Raises UsageError where that is no file, where its name does not end in .py, and
     where the import raises an exception or SystemExit."""
     if not path.is_file():
-        raise UsageError(f"{path}: no such file")
+        raise UsageError(f"{path}: {why_no_file(path)}")
     if path.suffix != ".py":
         raise UsageError(
             f"{path}: expected a Python file, got {path.suffix or 'no ending'}"

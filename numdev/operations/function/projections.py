@@ -152,11 +152,11 @@ def _from_groups(
 
 def _of_softmax(read: Read) -> ProjectedGradient:
     """Returns the gradient y (g - sum(g y)) of the input of a softmax y; a group is a
-    line along its dimension."""
+    line along its dimension, or the single number of a 0-d tensor."""
     back, y = (cast(Tensor, read(n)) for n in ("grad_output", "output"))
     dim = cast(int, read("dim"))
     moved = y.movedim(dim, -1)
-    rows = (-1, moved.shape[-1])
+    rows = (-1, moved.shape[-1:].numel())  # 1 of a 0-d tensor
     g, scale = back.movedim(dim, -1).reshape(rows), moved.reshape(rows)
     part = Subtracted(weight=torch.ones_like(g), terms=g * scale)
     return ProjectedGradient(

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from numdev.errors import UsageError, one_line
+from numdev.errors import UsageError, one_line, why_no_file
 from numdev.kernels.parsed_files import parsed_file, why_not_imported
 from numdev.operations.function.inputs import Make, cuda_devices, parameters_of
 from numdev.operations.function.surroundings import Surroundings, uninitialised_is_nan
@@ -247,7 +247,7 @@ def _files(path: Path, listed: Sequence[_TaskFile]) -> Iterator[tuple[str, Path]
         source = path / entry.source
         # A name too long for a file is none of a file either
         if Path(entry.name).name != entry.name or not os.path.isfile(source):
-            what = f"{entry.name}: no such file {source}"
+            what = f"{entry.name}: {source}: {why_no_file(source)}"
             raise UsageError(f"{path / 'task.yml'}: {what}")
         yield entry.name, source
 

@@ -190,14 +190,8 @@ def without_numbers(x: Tensor) -> str | None:
     return next((kind for kind, holds in kinds.items() if holds), None)
 
 
-def is_judged(x: Tensor) -> bool:
-    """Whether a tensor holds real or complex floating-point numbers, which formats
-    round."""
-    return is_floating(x)
-
-
-def is_unwritten(x: Tensor) -> bool:
-    """Whether a tensor is memory for an output into which nobody has written
+def looks_unwritten(x: Tensor) -> bool:
+    """Whether a tensor looks like memory for an output into which nobody has written
     (`surroundings.uninitialised_is_nan`): it is NaN everywhere, or of integers the
     largest number. False for fewer than two elements, or for a bool or complex tensor."""
     if x.numel() < 2 or x.dtype == torch.bool or x.is_complex():

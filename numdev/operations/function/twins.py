@@ -227,10 +227,12 @@ def _unary(
 ) -> object:
     """Returns `function` of the operator's input in place of its result; written into the
     input where the operator writes there. NotImplemented for another operator than
-    `name`."""
+    `name`, and for an activation of complex numbers, which most functions do not take."""
     if operation.name != name:
         return NotImplemented
     x = operation.tensor(0)
+    if x.is_complex() and name in OF_ACTIVATIONS:
+        return NotImplemented
     result = function(x)
     if operation.func._schema.is_mutable:
         return x.copy_(result)
@@ -259,8 +261,9 @@ def to_base_two(operation: OperatorCall) -> object:
 
 
 def _maximum(operation: OperatorCall) -> object:
-    """Returns the maximum in place of logsumexp; NotImplemented for another operator."""
-    if operation.name != "logsumexp":
+    """Returns the maximum in place of logsumexp; NotImplemented for another operator, and
+    for complex numbers, which have none."""
+    if operation.name != "logsumexp" or operation.tensor(0).is_complex():
         return NotImplemented
     return aten.amax.default(*operation.args, **operation.kwargs)
 

@@ -44,7 +44,7 @@ from numdev.operations.function.inputs import (
     Make,
     prepared,
     redrawn,
-    trivial,
+    trivial_names,
 )
 from numdev.operations.function.judged import (
     FEW,
@@ -181,7 +181,7 @@ def planned(asked: Asked, draws: int = 1) -> FunctionPlan:
                 other_data(x, others[i : i + 1], s)
                 for x, others, s in zip(at_first, second, seeds, strict=True)
             ]
-            names = trivial(later[0]) if asked.redraws else []
+            names = trivial_names(later[0]) if asked.redraws else []
             dull |= dict.fromkeys(names if asked.again else ())
             again = [redrawn(x, names, s) for x, s in zip(later, seeds, strict=True)]
             for called, chosen, others, step in (

@@ -134,9 +134,10 @@ def weights(
 
 def nothing_compared_error(remarks: Iterable[records.Remark]) -> MeasurementError:
     """Returns, without raising it, the error where no tensor could be compared, with the
-    first reasons of `remarks`."""
+    first reasons of `remarks`; without any no set has a tensor."""
     words = [f"{r.source}: {r.tensor or ''} {r.words}" for r in remarks]
-    return MeasurementError(f"no tensor could be compared: {some(words)}")
+    why = some(words) if words else "the files hold no tensor"
+    return MeasurementError(f"no tensor could be compared: {why}")
 
 
 def source_record(source: WeightSet) -> records.SourceRecord:
