@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from numdev.config import AuditRequest, CaseConfig, Choice
+from numdev.request_models import AuditRequest, CaseConfig, Choice
 from numdev.studies.audit.run import audit
 from numdev.studies.audit.timing import SECTIONS, TOTAL
 from numdev.system import System

@@ -38,13 +38,13 @@ import numpy as np
 import torch
 from planted import CATALOGUE
 
-from numdev.config import CaseConfig, Choice
 from numdev.formats import format_named
 from numdev.kernels import Kernel
 from numdev.metrics.bias import bias
 from numdev.metrics.statistics import BIAS_ALPHA, BIAS_ULP, holm
 from numdev.report import DeviationRow
 from numdev.report.summary import summarise
+from numdev.request_models import CaseConfig, Choice
 from numdev.sources.case_sources import Drawn
 from numdev.studies.audit.case_measurement import bench_of, measure_task
 from numdev.studies.audit.plan import Task

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from large_model import DEVICE, WIDTH, settle, written
 
-from numdev.config import effects_request
+from numdev.request_models import effects_request
 from numdev.studies.audit.isolation import attempt
 from numdev.studies.effects.study import EffectsStudy, effects
 

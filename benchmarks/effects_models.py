@@ -23,8 +23,8 @@ from typing import Any
 import torch
 import transformers
 
-from numdev.config import effects_request
 from numdev.errors import NumdevError
+from numdev.request_models import effects_request
 from numdev.studies.effects.study import effects
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))

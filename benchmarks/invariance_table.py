@@ -21,10 +21,10 @@ from pathlib import Path
 
 import torch
 
-from numdev.config import InvarianceRequest
 from numdev.grouping import grouped
 from numdev.kernels import find
 from numdev.report.number_text import label
+from numdev.request_models import InvarianceRequest
 from numdev.sources.case_sources import Drawn
 from numdev.studies.audit.isolation import Failure, attempt
 from numdev.studies.invariance.axes import SIZES, select_sequences
@@ -131,7 +131,7 @@ def _wait(device: str) -> None:
 
 
 def configs(cases: dict[str, dict[str, object]]) -> list:
-    from numdev.config import CaseConfig
+    from numdev.request_models import CaseConfig
 
     return [CaseConfig(name=name, **HEADS, **fields) for name, fields in cases.items()]
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from numdev.config import BACKENDS, AuditRequest, Choice
+from numdev.request_models import BACKENDS, AuditRequest, Choice
 from numdev.studies.audit.run import audit
 from numdev.studies.audit.timing import SECTIONS, TOTAL
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from numdev.config import logprobs_request
+from numdev.request_models import logprobs_request
 from numdev.studies.logprobs.model_variants import (
     CACHES,
     cached,

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import numdev
-from numdev.config import logprobs_request
+from numdev.request_models import logprobs_request
 from numdev.studies.logprobs.readers import read_sides
 from numdev.studies.logprobs.study import logprobs
 from numdev.studies.logprobs.truth import ExactModel

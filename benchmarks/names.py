@@ -23,8 +23,8 @@ import yaml
 from planted import CATALOGUE, Planted
 from planted.function import calls_of
 
-from numdev.config import audit_request
 from numdev.report import AuditReport
+from numdev.request_models import audit_request
 from numdev.studies.audit.run import audit
 from numdev.testing import CheckFailed, check_attention
 

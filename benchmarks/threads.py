@@ -27,7 +27,7 @@ from unittest import mock
 
 import torch
 
-from numdev.config import AuditRequest, CaseConfig, Choice
+from numdev.request_models import AuditRequest, CaseConfig, Choice
 from numdev.studies.audit.run import audit
 from numdev.studies.training import study
 from numdev.studies.training.config import TrainConfig, resolve

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from numdev import report as reports
 from numdev.argument_checks import checked
 from numdev.cases import AttentionCase, CaseRef
-from numdev.config import AuditRequest, audit_request
 from numdev.errors import MeasurementError, UsageError
 from numdev.gate import compare as comparing
 from numdev.gate.compare_report import CompareReport
@@ -24,6 +23,7 @@ from numdev.kernels import Kernel, Output, kernel_of_function
 from numdev.report import AuditReport, DeviationRow, Report
 from numdev.report.io import claim_directory, refuse_other_kind
 from numdev.report.renderers import html
+from numdev.request_models import AuditRequest, audit_request
 from numdev.sources import capture as capturing
 from numdev.sources.case_sources import (
     CallsSource,
@@ -295,7 +295,7 @@ def logprobs(
     a request that cannot be run here and an `output` that cannot be made,
     MeasurementError for files that cannot be parsed and where no token can be compared,
     OSError where a file of the report cannot be written."""
-    from numdev.config import logprobs_request
+    from numdev.request_models import logprobs_request
     from numdev.studies.logprobs.study import logprobs_of_files
 
     checkpoint = None if model is None else str(model)
@@ -335,7 +335,7 @@ def invariance(
     verdicts, and whether it passed (`report.passed`). Raises UsageError for a request
     that cannot be run here, MeasurementError where no kernel ran along any axis, OSError
     where a file cannot be written."""
-    from numdev.config import invariance_request
+    from numdev.request_models import invariance_request
     from numdev.studies.invariance import study
 
     flags = {
@@ -373,7 +373,7 @@ def effects(
     sites, and the checks of the model. Raises UsageError for a request that cannot be run
     here, MeasurementError where the model cannot be run exactly, OSError where a file
     cannot be written."""
-    from numdev.config import effects_request
+    from numdev.request_models import effects_request
     from numdev.studies.effects import study
 
     flags = {

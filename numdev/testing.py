@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from numdev.argument_checks import checked
 from numdev.cases import AttentionCase
-from numdev.config import AXES
 from numdev.errors import UsageError, closest
 from numdev.gate.findings import joined_words, remark_sentences
 from numdev.gate.judgement import Judgement, Test
@@ -28,6 +27,7 @@ from numdev.report import AuditReport, Finding, Outcome, Place
 from numdev.report.io import expect_directory, make_directory
 from numdev.report.number_text import MOST, ratio, si
 from numdev.report.safe_text import plain
+from numdev.request_models import AXES
 from numdev.studies.audit.check import (
     Backward,
     CheckSource,

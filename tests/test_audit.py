@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from numdev import report
-from numdev.config import AuditRequest, CaseConfig, Choice
 from numdev.errors import UsageError
 from numdev.kernels.emulation.kernel import emulation
 from numdev.report import AuditReport, DeviationRow
+from numdev.request_models import AuditRequest, CaseConfig, Choice
 from numdev.studies.audit.run import audit
 from numdev.studies.audit.view import maps
 

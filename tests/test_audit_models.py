@@ -18,8 +18,8 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from numdev import report
 from numdev.cli.main import main
-from numdev.config import AuditRequest
 from numdev.gate.judging import judge_report
+from numdev.request_models import AuditRequest
 from numdev.sources.capture import capture
 from numdev.sources.checkpoint import open_checkpoint
 from numdev.sources.prompts import (

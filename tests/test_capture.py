@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
 from numdev.cases import AttentionCase
-from numdev.config import AuditRequest, Choice
 from numdev.errors import MeasurementError
 from numdev.kernels import find
+from numdev.request_models import AuditRequest, Choice
 from numdev.sources.capture import (
     Unseen,
     attention_implementation,

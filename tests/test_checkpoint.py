@@ -30,8 +30,8 @@ from safetensors.torch import load_file, save_file
 from stored import Calls, distributed, sharded
 from torch import Tensor
 
-from numdev.config import AuditRequest, demo_checkpoint
 from numdev.errors import MeasurementError, NumdevError, UsageError
+from numdev.request_models import AuditRequest, demo_checkpoint
 from numdev.sources import containers, files
 from numdev.sources.capture import NAME
 from numdev.sources.captured_calls import holds_cases

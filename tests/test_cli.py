@@ -28,12 +28,12 @@ from numdev.cli.gate import gated
 from numdev.cli.main import COMMANDS, FOREIGN, cli
 from numdev.cli.options import cluster_options
 from numdev.cli.session import Session, raising_lost_interrupts
-from numdev.config import demo_checkpoint
 from numdev.formats import FORMATS
 from numdev.gate import judging
 from numdev.gate.rules import Rules
 from numdev.kernels import all_kernels
 from numdev.kernels.emulation.recipe import PRESETS
+from numdev.request_models import demo_checkpoint
 from numdev.studies.audit.journal import JOURNAL
 
 ROOT = Path(numdev.__file__).parent.parent

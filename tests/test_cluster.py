@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from numdev.cases import AttentionCase, CaseRef
-from numdev.config import AuditConfig, Choice
 from numdev.errors import UsageError
 from numdev.kernels import find
+from numdev.request_models import AuditConfig, Choice
 from numdev.sources.capture import Captured
 from numdev.sources.case_sources import ConfigSource, Drawn
 from numdev.studies.audit import dask_workers

@@ -20,7 +20,6 @@ from test_html import sweep
 from torch import Tensor
 
 from numdev import report as reports
-from numdev.config import AuditRequest, CaseConfig, Choice
 from numdev.errors import MeasurementError, NumdevError, UsageError
 from numdev.gate.compare import compare, first_difference
 from numdev.gate.compare_report import CompareReport, Move
@@ -37,6 +36,7 @@ from numdev.gate.sequence_ratios import SequenceRatios, moved_numbers
 from numdev.report import DeviationRow, SweepReport
 from numdev.report.document import Figures
 from numdev.report.views import document_of
+from numdev.request_models import AuditRequest, CaseConfig, Choice
 from numdev.studies.audit.run import audit as study
 from numdev.testing import check
 

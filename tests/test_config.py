@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from numdev.config import DEFAULT_KERNELS, AuditConfig, Choice, sweep_request
 from numdev.errors import UsageError
+from numdev.request_models import DEFAULT_KERNELS, AuditConfig, Choice, sweep_request
 from numdev.yamlfile import bundled_path, read_yaml
 
 SIZES: dict[str, Any] = {"heads": 4, "seq_len": 8, "head_dim": 16}

@@ -16,10 +16,10 @@ from commands import ran
 from safetensors.torch import load_file, save_file
 
 from numdev.cli.diagnose import attention_options
-from numdev.config import DiagnoseRequest
 from numdev.errors import MeasurementError, UsageError
 from numdev.report import write
 from numdev.report.io import with_digest
+from numdev.request_models import DiagnoseRequest
 from numdev.studies.diagnose import study
 from numdev.studies.diagnose.bias_chain import Diagnosis
 from numdev.studies.diagnose.checkpoint_series import Stage, find_stages

@@ -28,7 +28,6 @@ from torch import nn
 from transformers.models.llama import modeling_llama as llama
 
 from numdev.cases import AttentionCase, CaseRef
-from numdev.config import effects_request
 from numdev.errors import MeasurementError
 from numdev.exact.wide_tensors import Wide
 from numdev.formats import FORMATS, format_of
@@ -39,6 +38,7 @@ from numdev.kernels import find, kernel_of_function
 from numdev.report import read
 from numdev.report.document import Details, Document, Figures, StackedBars, Table
 from numdev.report.number_text import percent, si
+from numdev.request_models import effects_request
 from numdev.sources import capture, pipeline
 from numdev.sources.captured_calls import save_cases
 from numdev.studies.audit.isolation import attempt

@@ -16,11 +16,11 @@ from recipes import drawn
 
 import numdev
 from numdev.cases import CaseRef
-from numdev.config import AuditRequest, Choice
 from numdev.errors import Refused, UsageError
 from numdev.kernels import Kernel
 from numdev.kernels.emulation.faults import CONTROLS
 from numdev.metrics.row_samples import Sample
+from numdev.request_models import AuditRequest, Choice
 from numdev.studies.audit.check import declining
 from numdev.studies.audit.journal import JOURNAL, Journal
 from numdev.studies.audit.plan import (

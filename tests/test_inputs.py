@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase, CaseRef, additive, visible
-from numdev.config import CaseConfig, Layout, MaskKind, SweepConfig
 from numdev.errors import UsageError
 from numdev.formats import format_named, round_to
 from numdev.kernels.reference import attend
+from numdev.request_models import CaseConfig, Layout, MaskKind, SweepConfig
 from numdev.sources.case_sources import ConfigSource
 from numdev.sources.input_regimes import (
     REGIMES,

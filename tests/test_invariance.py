@@ -24,7 +24,6 @@ from commands import ran
 from planted import CATALOGUE, of_family
 
 from numdev.cases import AttentionCase, CaseRef
-from numdev.config import AXES, InvarianceRequest
 from numdev.errors import MeasurementError
 from numdev.formats import format_named
 from numdev.gate import judging
@@ -32,6 +31,7 @@ from numdev.gate.rules import Rules, default_rules
 from numdev.kernels.reference import gradients
 from numdev.report import read, write
 from numdev.report.document import Details, Table
+from numdev.request_models import AXES, InvarianceRequest
 from numdev.sources.case_sources import CheckpointSource
 from numdev.sources.input_regimes import Shapes, draw
 from numdev.studies.audit.prepared_attention import TERMS, part, settled

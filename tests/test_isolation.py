@@ -24,9 +24,9 @@ from planted import Planted, of_family
 from planted.processes import CUDA_ERROR
 
 from numdev.cases import AttentionCase, CaseRef
-from numdev.config import SweepRequest
 from numdev.errors import MeasurementError
 from numdev.kernels import Kernel, Output, find, kernel_of_function
+from numdev.request_models import SweepRequest
 from numdev.sources.capture import Captured
 from numdev.studies.audit import isolation, sweep, worker_start
 from numdev.studies.audit.case_measurement import Unmeasured

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from logprob_files import Sample, write_completions, write_plain
 
-from numdev.config import logprobs_request
 from numdev.report import Outcome
+from numdev.request_models import logprobs_request
 from numdev.studies.logprobs.study import logprobs_of_files
 from numdev.studies.logprobs.truth import ExactModel
 from tests.support.logprob_records import drawn_tokens, recorded

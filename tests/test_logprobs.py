@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from numdev.config import logprobs_request
 from numdev.errors import MeasurementError, UsageError
 from numdev.gate.judging import judge_report
 from numdev.report import Outcome
+from numdev.request_models import logprobs_request
 from numdev.studies.logprobs.causes import decide, share_on_grid
 from numdev.studies.logprobs.records import RecordedSequence, RecordedSettings
 from numdev.studies.logprobs.report import CauseRow, LogprobsReport, PairRow

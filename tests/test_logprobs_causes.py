@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import numdev
-from numdev.config import logprobs_request
 from numdev.errors import UsageError
 from numdev.formats import format_named
+from numdev.request_models import logprobs_request
 from numdev.studies.logprobs.cause_search import CauseSearch
 from numdev.studies.logprobs.causes import (
     KINDS,

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from numdev.config import logprobs_request
 from numdev.errors import UsageError
 from numdev.gate.judging import judge_report
+from numdev.request_models import logprobs_request
 from numdev.studies.logprobs.causes import share_on_grid
 from numdev.studies.logprobs.costs import cost_row, evenly_spread
 from numdev.studies.logprobs.records import RecordedSequence, RecordedSettings

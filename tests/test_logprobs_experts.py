@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from numdev.config import logprobs_request
 from numdev.errors import MeasurementError
+from numdev.request_models import logprobs_request
 from numdev.studies.logprobs.expert_routing import NotReplayed, count_other
 from numdev.studies.logprobs.records import RecordedSequence
 from numdev.studies.logprobs.report import LogprobsReport

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from numdev.config import demo_checkpoint
 from numdev.errors import UsageError
 from numdev.exact.rounding import round_values
 from numdev.exact.wide_tensors import Wide
 from numdev.formats import format_named
+from numdev.request_models import demo_checkpoint
 from numdev.studies.effects.rounding_sites import RoundedWeights
 from numdev.studies.logprobs.records import RecordedSequence
 from numdev.studies.logprobs.truth import (

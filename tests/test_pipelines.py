@@ -16,8 +16,8 @@ from commands import refusal
 from safetensors.torch import load_file, save_file
 
 from numdev.cases import AttentionCase
-from numdev.config import AuditRequest, Choice
 from numdev.errors import MeasurementError
+from numdev.request_models import AuditRequest, Choice
 from numdev.sources.case_sources import open_source
 from numdev.sources.pipeline import Painter
 from numdev.system import System

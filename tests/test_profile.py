@@ -12,7 +12,6 @@ import pytest
 import torch
 from on_bench import THIS_CPU, grouped_step, prepare, task_of
 
-from numdev.config import AuditRequest, CaseConfig, Choice
 from numdev.formats import format_named
 from numdev.kernels import find
 from numdev.metrics.histogram import by_ulps
@@ -21,6 +20,7 @@ from numdev.metrics.yardstick import Yardstick
 from numdev.report import AuditReport, ProfileRow
 from numdev.report.document import Bullets, Figures
 from numdev.report.renderers import html, markdown
+from numdev.request_models import AuditRequest, CaseConfig, Choice
 from numdev.studies.audit.case_measurement import measure_task
 from numdev.studies.audit.explanations import profile
 from numdev.studies.audit.run import audit

@@ -153,7 +153,7 @@ def test_it_imports_nothing_for_others(suite: pytest.Pytester) -> None:
         import sys
 
         def test_it():
-            for name in ("torch", "pydantic", "numpy", "numdev.testing", "numdev.config"):
+            for name in ("torch", "pydantic", "numpy", "numdev.testing", "numdev.request_models"):
                 assert name not in sys.modules
         """
     )

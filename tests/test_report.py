@@ -25,12 +25,12 @@ from commands import run
 from test_html import SAMPLES, audit, sample
 
 from numdev import report
-from numdev.config import SweepConfig
 from numdev.errors import MeasurementError, UsageError
 from numdev.report import DeviationRow
 from numdev.report.io import refuse_other_kind, with_digest
 from numdev.report.renderers.markdown import escaped
 from numdev.report_kinds import REGISTERED
+from numdev.request_models import SweepConfig
 from numdev.yamlfile import read_yaml
 
 FORMATS = ("terminal", "html", "markdown", "csv", "json")

@@ -28,7 +28,7 @@ from oracles import (
 from recipes import drawn, rms
 from torch import Tensor
 
-from numdev import config
+from numdev import request_models
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError
 from numdev.kernels import Output, Refused, all_kernels, find, flex, sdpa
@@ -362,4 +362,4 @@ def test_every_backend_is_forced_and_known() -> None:
     assert named == sdpa.OPERATORS["cuda"].keys()
     operators = {op for of in sdpa.OPERATORS.values() for op in of.values()}
     assert operators <= {"math", *sdpa.FUSED}
-    assert named <= set(config.BACKENDS)
+    assert named <= set(request_models.BACKENDS)

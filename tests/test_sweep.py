@@ -22,7 +22,6 @@ from oracles import make_case
 
 from numdev import kernels, report
 from numdev.cases import AttentionCase
-from numdev.config import SweepConfig, SweepRequest
 from numdev.errors import MeasurementError, UsageError
 from numdev.formats import FORMATS, format_named, round_to
 from numdev.kernels import Kernel, Output, find
@@ -32,6 +31,7 @@ from numdev.report import CellRow, SweepReport
 from numdev.report.document import Table
 from numdev.report.number_text import ratio, si
 from numdev.report.sweep_curves import cells, figures, sentences
+from numdev.request_models import SweepConfig, SweepRequest
 from numdev.studies.audit import sweep_view
 from numdev.studies.audit.sweep import plan, sweep
 from numdev.studies.audit.sweep_summary import summarised

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import numdev
-from numdev.config import demo_checkpoint
+from numdev.request_models import demo_checkpoint
 
 TEMPERATURE = 0.8
 PROMPT, RESPONSE, SEQUENCES = 16, 64, 16

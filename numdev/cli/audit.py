@@ -11,14 +11,14 @@ from numdev.cli.file_kinds import expect_file
 from numdev.cli.gate import Verdict, gated
 from numdev.cli.options import cluster_options, options_of, seed_option
 from numdev.cli.session import FILE, Session, command
-from numdev.config import (
+from numdev.errors import UsageError
+from numdev.request_models import (
     AuditConfig,
     AuditRequest,
     SweepConfig,
     audit_request,
     sweep_request,
 )
-from numdev.errors import UsageError
 from numdev.studies.audit.worker_start import started
 
 

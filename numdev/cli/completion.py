@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 import click
 from click.shell_completion import CompletionItem
 
-from numdev.config import AXES, BACKENDS
+from numdev.request_models import AXES, BACKENDS
 
 Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 KERNELS = (

@@ -11,8 +11,8 @@ import yaml
 from numdev.cli.file_kinds import expect_file
 from numdev.cli.options import options_of
 from numdev.cli.session import Session, command
-from numdev.config import DiagnoseRequest
 from numdev.errors import UsageError
+from numdev.request_models import DiagnoseRequest
 from numdev.yamlfile import Scalar, validated
 
 

@@ -10,7 +10,7 @@ from numdev.cli.file_kinds import expect_file
 from numdev.cli.gate import Verdict, gated
 from numdev.cli.options import cluster_options, options_of
 from numdev.cli.session import Session, command
-from numdev.config import EffectsRequest, effects_request
+from numdev.request_models import EffectsRequest, effects_request
 
 
 @command("effects demo")

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from numdev.config import AuditConfig, InvarianceConfig, SweepConfig
 from numdev.errors import UsageError
 from numdev.report_kinds import REGISTERED
+from numdev.request_models import AuditConfig, InvarianceConfig, SweepConfig
 
 Kind = Literal[
     "cases", "audit", "sweep", "invariance", "train", "rules", "report", "page",

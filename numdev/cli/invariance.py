@@ -11,7 +11,7 @@ from numdev.cli.file_kinds import expect_file
 from numdev.cli.gate import Verdict, gated
 from numdev.cli.options import options_of
 from numdev.cli.session import Session, command
-from numdev.config import InvarianceConfig, invariance_request
+from numdev.request_models import InvarianceConfig, invariance_request
 
 
 @command("invariance demo --require batch")

@@ -10,7 +10,7 @@ from numdev.cli.file_kinds import expect_file
 from numdev.cli.gate import Verdict, gated
 from numdev.cli.options import options_of
 from numdev.cli.session import Session, command, command_line
-from numdev.config import LogprobsRequest, logprobs_request
+from numdev.request_models import LogprobsRequest, logprobs_request
 
 
 @command("logprobs rollout.jsonl trainer.jsonl --model demo")

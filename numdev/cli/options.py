@@ -13,8 +13,8 @@ from annotated_types import Gt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from numdev.config import Option, Reading
 from numdev.errors import UsageError
+from numdev.request_models import Option, Reading
 from numdev.yamlfile import parts_of
 
 F = TypeVar("F", bound=Callable[..., object])

@@ -13,7 +13,6 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from numdev.config import DEFAULT_KERNELS
 from numdev.errors import MeasurementError
 from numdev.gate.findings import kernel_verdicts
 from numdev.gate.judgement import REQUIRED, SOMETHING, Judgement, Power, Test
@@ -21,6 +20,7 @@ from numdev.gate.row_checks import CUT
 from numdev.gate.rules import Rules, default_rules, rules_as_data
 from numdev.report import Report, Standing, worst
 from numdev.report_kinds import judged_by
+from numdev.request_models import DEFAULT_KERNELS
 
 R = TypeVar("R", bound=Report)
 NAMED = 3  # weights

@@ -21,12 +21,12 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from numdev.config import SweepRequest
 from numdev.errors import UsageError, closest
 from numdev.formats import format_named
 from numdev.metrics.statistics import Mean, factor, interval
 from numdev.report import Axis, CellRow, Curve, DeviationRow, Figure, Point, Tick
 from numdev.report.number_text import MOST, ratio, si
+from numdev.request_models import SweepRequest
 from numdev.tensor_specs import tensor_spec
 
 _ERRORS = {

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from numdev.cases import AttentionCase, CaseRef, laid_out, transposed
-from numdev.config import AuditRequest, CaseConfig, demo_checkpoint
 from numdev.errors import UsageError
 from numdev.formats import dtype_of, format_named
+from numdev.request_models import AuditRequest, CaseConfig, demo_checkpoint
 from numdev.sources import capture as capturing
 from numdev.sources import checkpoint as stored
 from numdev.sources.captured_calls import holds_cases, open_cases

@@ -30,9 +30,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from numdev.cases import Attends, AttentionCase
-from numdev.config import AuditRequest
 from numdev.errors import MeasurementError, UsageError
 from numdev.formats import dtype_of, format_named, format_of
+from numdev.request_models import AuditRequest
 from numdev.sources import capture as capturing
 from numdev.sources import files as storage
 from numdev.sources.checkpoint import VARIADIC

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from numdev.config import AuditRequest, demo_checkpoint
 from numdev.errors import UsageError, closest, one_line, why_no_file
+from numdev.request_models import AuditRequest, demo_checkpoint
 from numdev.sources.checkpoint import (
     LENGTHS,
     Checkpoint,

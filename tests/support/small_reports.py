@@ -14,10 +14,10 @@ from torch import Tensor
 from verdict_runs import measured
 
 from numdev.cases import AttentionCase
-from numdev.config import AXES
 from numdev.kernels import find
 from numdev.metrics.row_metrics import BESIDE_REFERENCE, METRICS
 from numdev.report import Report, read, write
+from numdev.request_models import AXES
 from numdev.testing import check
 
 DEMO = ("demo", "--layers", "0", "--length", "32", "--kernel", "sdpa-math")

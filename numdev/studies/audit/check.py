@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Literal
 
 from numdev.cases import AttentionCase
-from numdev.config import CaseConfig, CheckConfig
 from numdev.errors import Refused, UsageError, closest, one_line
 from numdev.formats import all_finite
 from numdev.gate.judgement import Judgement
@@ -20,6 +19,7 @@ from numdev.gate.rules import Rules, rules_as_data
 from numdev.kernels import Kernel
 from numdev.kernels.output import differentiate, refuse
 from numdev.report import AuditReport, AuditSummary, CaseRecord
+from numdev.request_models import CaseConfig, CheckConfig
 from numdev.sources.captured_calls import holds_cases, open_cases
 from numdev.sources.case_sources import ConfigSource, Located
 from numdev.sources.input_regimes import REGIMES

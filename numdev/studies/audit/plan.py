@@ -16,13 +16,13 @@ from pathlib import Path
 
 import numdev
 from numdev.cases import CaseRef
-from numdev.config import AuditRequest, Choice, SweepRequest
 from numdev.errors import UsageError
 from numdev.formats import Format, dtype_of, format_named, format_of
 from numdev.kernels import Kernel, find
 from numdev.kernels.emulation.faults import CONTROLS
 from numdev.metrics.row_samples import Sample
 from numdev.report import PlannedKernel, PlanRecord, Role
+from numdev.request_models import AuditRequest, Choice, SweepRequest
 from numdev.system import System
 
 # What always runs beside the kernels under audit, first: (role, kernel).

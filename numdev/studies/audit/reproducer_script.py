@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase, explicit_mask
-from numdev.config import BACKENDS
 from numdev.errors import MeasurementError, UsageError, closest, first_line
 from numdev.kernels import Kernel, import_callable
 from numdev.kernels.output import GRADIENTS
 from numdev.kernels.plain_functions import adapt
 from numdev.kernels.sdpa import backend_of
+from numdev.request_models import BACKENDS
 from numdev.sources import captured_calls
 from numdev.sources.captured_calls import DTYPES, OPTIONAL, REQUIRED, storage_order
 from numdev.system import System

@@ -18,7 +18,6 @@ import torch
 
 from numdev import report as records
 from numdev.cases import CaseRef
-from numdev.config import AuditRequest, SweepRequest
 from numdev.errors import UsageError
 from numdev.gate.judging import check_system, judged
 from numdev.gate.rules import Rules, default_rules
@@ -26,6 +25,7 @@ from numdev.kernels import Kernel
 from numdev.metrics.finiteness import count_nonfinite, nonfinite_of
 from numdev.metrics.weight_casts import weight_row
 from numdev.operations.attention.explain.rounding_explanations import explanations
+from numdev.request_models import AuditRequest, SweepRequest
 from numdev.sources.captured_calls import Add, writing_cases
 from numdev.sources.case_sources import Located, Source, open_source
 from numdev.studies.audit.case_measurement import (

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from numdev.config import SweepRequest
 from numdev.gate.judging import check_system, judged
 from numdev.gate.rules import Rules, default_rules
 from numdev.kernels import find
 from numdev.report import SweepReport, SweepSummary
 from numdev.report.sweep_curves import Grid
+from numdev.request_models import SweepRequest
 from numdev.sources.case_sources import ConfigSource, Drawn
 from numdev.studies.audit.case_measurement import Unmeasured, measured_here
 from numdev.studies.audit.isolation import Runner

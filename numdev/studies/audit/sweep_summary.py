@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from pydantic import ValidationError
 
-from numdev.config import SweepRequest
 from numdev.errors import MeasurementError, UsageError
 from numdev.gate.row_checks import CUT
 from numdev.report import PlannedKernel, PlanRecord, SweepReport, SweepSummary
 from numdev.report.sweep_curves import IN_CELLS, Grid, cells, figures, notes, sentences
+from numdev.request_models import SweepRequest
 
 
 def summarised(report: SweepReport) -> SweepReport:

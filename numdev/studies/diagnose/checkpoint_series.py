@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from numdev.config import demo_checkpoint
 from numdev.errors import MeasurementError, UsageError
 from numdev.metrics.yardstick import widened
+from numdev.request_models import demo_checkpoint
 from numdev.sources.captured_calls import holds_cases, open_cases
 from numdev.sources.checkpoint import WHOLE
 from numdev.sources.files import identity, naming

@@ -20,13 +20,19 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 
 from numdev import temporary_files
-from numdev.config import AuditConfig, AuditRequest, Choice, DiagnoseRequest, Reading
 from numdev.errors import MeasurementError, Refused, UsageError
 from numdev.formats import format_named
 from numdev.grouping import grouped
 from numdev.kernels import find, fingerprint, import_callable
 from numdev.kernels.emulation.recipe import Recipe, recipe
 from numdev.report import Axis, Curve, Figure, Point, Provenance, Role, Tick
+from numdev.request_models import (
+    AuditConfig,
+    AuditRequest,
+    Choice,
+    DiagnoseRequest,
+    Reading,
+)
 from numdev.sources.capture import Captured
 from numdev.sources.captured_calls import StoredCase
 from numdev.sources.case_sources import (

@@ -13,8 +13,8 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import save_file
 
-from numdev.config import DiagnoseRequest
 from numdev.errors import UsageError
+from numdev.request_models import DiagnoseRequest
 from numdev.studies.diagnose.checkpoint_series import Stage
 from numdev.studies.training.config import DataConfig, ModelConfig
 from numdev.studies.training.token_batches import load_tokens

@@ -18,13 +18,13 @@ from torch.nn.modules.module import (
 )
 
 from numdev.cases import AttentionCase, visible
-from numdev.config import EffectsRequest, demo_checkpoint
 from numdev.errors import MeasurementError, NumdevError, one_line
 from numdev.exact.dtypes import is_floating
 from numdev.exact.wide_tensors import widened
 from numdev.formats import Format
 from numdev.report import Finding
 from numdev.report.number_text import three
+from numdev.request_models import EffectsRequest, demo_checkpoint
 from numdev.sources.capture import (
     attention_modules,
     attention_override,

@@ -11,8 +11,8 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from numdev.config import EffectsRequest
 from numdev.report import PlannedKernel, Record, Report
+from numdev.request_models import EffectsRequest
 
 Value = float | None
 Fields = dict[str, object]  # fields of a record, by name

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from numdev.config import AuditRequest, Choice, EffectsRequest, Reading
 from numdev.errors import MeasurementError, Refused, UsageError
 from numdev.formats import Format
 from numdev.gate.judging import check_system, judged
@@ -20,6 +19,7 @@ from numdev.gate.rules import Rules, default_rules
 from numdev.kernels import find
 from numdev.report import PlannedKernel, Provenance
 from numdev.report.number_text import label
+from numdev.request_models import AuditRequest, Choice, EffectsRequest, Reading
 from numdev.sources.capture import HINT, attention_modules, layer_of
 from numdev.sources.captured_calls import holds_cases
 from numdev.sources.case_sources import CheckpointSource, open_source, refuse_options

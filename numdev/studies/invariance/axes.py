@@ -640,7 +640,7 @@ SAME_CALL: Mapping[str, Mapping[str, VariantFields]] = {
         partial(call_layouts.fill_new_memory, value=0.0), **BEFORE
     ),
 }
-# By the names of `config.AXES`
+# By the names of `request_models.AXES`
 VARIANTS: Mapping[str, Callable[[AttentionCase], Variants]] = {
     "batch": batch_variants,
     "order": order_variants,

@@ -8,8 +8,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from numdev.config import Axis
 from numdev.report import OfKernel, PlannedKernel, Record, Report, Status, Tensor, Who
+from numdev.request_models import Axis
 
 Value = float | None
 Place = tuple[int, int, int, int]

@@ -19,7 +19,6 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from numdev.cases import AttentionCase
-from numdev.config import AXES, ONLY_ASKED, AuditRequest, Axis, InvarianceRequest, Reading
 from numdev.errors import UsageError
 from numdev.formats import Format, dtype_of, round_to
 from numdev.gate.findings import joined_words
@@ -30,6 +29,14 @@ from numdev.kernels.reference import attend, gradients
 from numdev.kernels.reference.blocked import Reference
 from numdev.metrics.bit_checksums import same
 from numdev.report import Finding, PlannedKernel
+from numdev.request_models import (
+    AXES,
+    ONLY_ASKED,
+    AuditRequest,
+    Axis,
+    InvarianceRequest,
+    Reading,
+)
 from numdev.sources.case_sources import CheckpointSource, Source, open_source
 from numdev.studies.audit.deviation_rows import options_set
 from numdev.studies.audit.isolation import (

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from numdev.config import AXES, Axes
 from numdev.gate.findings import exceeded_finding, joined_words, run_findings
 from numdev.gate.judgement import MODEL, RATIOS, Judgement, Statement, Test
 from numdev.gate.rules import AtMost, Rules, Tensors, default_rules
@@ -17,6 +16,7 @@ from numdev.gate.threshold_tests import run_test
 from numdev.grouping import grouped
 from numdev.report import Finding, PlannedKernel, Standing, Tensor, Who, kernel_fields
 from numdev.report.number_text import label, multiple, ratio, si, three
+from numdev.request_models import AXES, Axes
 from numdev.studies.invariance.answers import (
     AxisAnswer,
     answers_clause,

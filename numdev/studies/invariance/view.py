@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from numdev.config import AXES
 from numdev.grouping import grouped
 from numdev.report import document as doc
 from numdev.report.number_text import NONE, label, ratio, si, three
+from numdev.request_models import AXES
 from numdev.studies.invariance.answers import (
     GROUPS,
     Answer,

@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
-from numdev.config import LogprobsRequest
 from numdev.errors import UsageError
 from numdev.formats import FORMATS, format_named
+from numdev.request_models import LogprobsRequest
 from numdev.studies.logprobs.records import RecordedSettings
 from numdev.studies.logprobs.report import PlannedSide
 from numdev.studies.logprobs.truth import ProgramRecipe, Support

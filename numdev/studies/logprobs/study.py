@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from numdev.config import LogprobsRequest, demo_checkpoint
 from numdev.errors import UsageError
 from numdev.formats import FORMATS
 from numdev.gate.judging import check_system, judged
 from numdev.gate.rules import Rules, default_rules
 from numdev.report import Provenance
 from numdev.report.number_text import percent, ratio, si
+from numdev.request_models import LogprobsRequest, demo_checkpoint
 from numdev.sources.checkpoint import load_tokenizer
 from numdev.studies.logprobs import causes
 from numdev.studies.logprobs.cause_search import CauseSearch

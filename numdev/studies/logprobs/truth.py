@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from numdev.config import AuditRequest, demo_checkpoint
 from numdev.errors import MeasurementError, UsageError
 from numdev.exact.evaluation import computing
 from numdev.exact.wide_tensors import Wide
 from numdev.formats import format_named
+from numdev.request_models import AuditRequest, demo_checkpoint
 from numdev.sources.case_sources import CheckpointSource
 from numdev.sources.files import naming
 from numdev.studies.audit.isolation import attempt

@@ -13,8 +13,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from numdev.config import Choice, Count, Named, Positive, Seeds
 from numdev.errors import UsageError, closest
+from numdev.request_models import Choice, Count, Named, Positive, Seeds
 from numdev.studies.training.report import VariantRole
 from numdev.yamlfile import Strict
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from numdev.config import demo_checkpoint
 from numdev.errors import MeasurementError, UsageError
+from numdev.request_models import demo_checkpoint
 from numdev.sources import files as storage
 from numdev.sources.checkpoint import WHOLE
 from numdev.sources.containers import (
