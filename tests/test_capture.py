@@ -33,7 +33,7 @@ from numdev.sources.capture import (
     items_from_run,
     unaudited_modules,
 )
-from numdev.sources.softmax_free_mixers import is_mixer, mixers_in_words
+from numdev.sources.mixer_recognition import is_mixer, mixers_in_words
 from numdev.studies.audit.run import audit
 
 B, N, STEPS = 3, 12, 3

@@ -30,7 +30,7 @@ from numdev.cases import AttentionCase, CaseRef, Phase, Window
 from numdev.errors import MeasurementError, UsageError
 from numdev.kernels import find
 from numdev.sources.files import naming, quiet, some
-from numdev.sources.softmax_free_mixers import is_mixer, outermost_mixers
+from numdev.sources.mixer_recognition import is_mixer, outermost_mixers
 from numdev.sources.upstream_gradients import (
     TrainingStep,
     Upstream,

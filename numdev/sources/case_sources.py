@@ -25,10 +25,10 @@ from numdev.sources.containers import container_at
 from numdev.sources.distributed import refuse_unfinished
 from numdev.sources.files import some
 from numdev.sources.input_regimes import Draws, Shapes, checked_regime, draw, draw_mask
+from numdev.sources.mixer_recognition import mixers_in_words
 from numdev.sources.pipeline import PipelineSource, is_pipeline
 from numdev.sources.projection import Projections
 from numdev.sources.prompts import Prompt, model_inputs
-from numdev.sources.softmax_free_mixers import mixers_in_words
 from numdev.sources.upstream_gradients import (
     Upstream,
     drawn_origin,

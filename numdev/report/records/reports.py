@@ -293,7 +293,7 @@ class Report(Record):
         (default `out`) and `format` (default: the first). For reports with rows by layer
         and head, as of an audit. Raises UsageError without matplotlib, for a wrong
         argument or an unknown metric, and where no row has the number, or all are 0."""
-        return _renderer("matplotlib_figure").draw(self, metric, **which)
+        return _renderer("matplotlib_heat_map").draw(self, metric, **which)
 
     def __repr__(self) -> str:
         failed = dict.fromkeys(
