@@ -239,14 +239,16 @@ def capture(
 
     A call of `torch.nn.functional.scaled_dot_product_attention` is captured, whoever
     makes it. Its q is [batch, heads, q_len, head_dim], in the model's own format. With
-    `backward` the cases carry grad_out, from the model's own loss where it returns one,
-    else drawn from N(0, 1) with `seed`. All calls are in memory together: for a large
-    model use `audit` on its checkpoint.
+    `backward` the cases carry grad_out: that of the model's own loss where it returns one
+    that is finite, else each drawn from N(0, 1) with `seed`. All calls are in memory
+    together: for a large model use `audit` on its checkpoint.
 
-    Raises UsageError for inputs that do not fit forward's arguments; MeasurementError for
-    a call that is no function of its inputs (dropout: use `model.eval()`), where the
-    model raises, where it computes attention in another way, and where it makes no
-    attention call."""
+    Raises UsageError for tensors in order that do not fit forward's arguments;
+    MeasurementError for a call that is no function of its inputs (dropout: use
+    `model.eval()`), where the model raises, as for a name that forward lacks, where it
+    makes no attention call, and where a module with query, key and value projections
+    computes attention in another way. Attention by hand in a module without them is left
+    out, unless there is no call at all."""
     calls: list[AttentionCase] = []
     inputs = named_inputs(model, inputs)
     upstream = find_upstream(model, inputs, seed) if backward else None

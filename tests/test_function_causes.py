@@ -19,7 +19,7 @@ from numdev.formats import FORMATS, round_to
 from numdev.function_check import check_beside
 from numdev.operations.function import other_references
 from numdev.operations.function.causes import causes_of
-from numdev.operations.function.other_operations import truncated
+from numdev.operations.function.other_operations import OperatorCall, truncated
 from numdev.operations.function.other_references import references_of_other_inputs
 from numdev.operations.function.reference import FunctionReference
 from numdev.operations.function.trees import arguments_of
@@ -568,3 +568,14 @@ def test_where_the_formula_errs_less_than_pytorchs_kernels_it_is_told() -> None:
         "rounded output."
     ]
     assert not any(row.suspicion for row in checked.report.rows)
+
+
+def test_an_operator_that_writes_and_returns_another_tensor_is_no_writer() -> None:
+    """Of one that is, such as `add_`, the replacement is written into its argument."""
+    twice = torch.library.Library("numdev_test", "FRAGMENT")
+    twice.define("scale_and_double(Tensor(a!) x) -> Tensor")
+    double = torch.ops.numdev_test.scale_and_double.default
+    x = torch.ones(2)
+    assert not OperatorCall(double, (x,), {}).is_writer
+    assert OperatorCall(torch.ops.aten.add_.Tensor, (x, x), {}).is_writer
+    assert not OperatorCall(torch.ops.aten.add.Tensor, (x, x), {}).is_writer

@@ -3,6 +3,7 @@ told in one line that says what is wrong, what was expected and got, and what to
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -295,6 +296,22 @@ def test_a_header_of_another_json_type_has_no_kind(
     assert code == (2 if kind else 3)
     assert "bug" not in err
     assert kind or "x.safetensors: is not a whole safetensors file" in err
+
+
+@pytest.mark.parametrize("command", ["logprobs {}", "weights {} {}"])
+def test_a_tensor_of_a_dtype_that_torch_lacks(
+    command: str, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    """A whole file of safetensors' newest dtypes: the line names file and dtype."""
+    monkeypatch.chdir(tmp_path)
+    entry = {"dtype": "F6_E2M3", "shape": [4, 4], "data_offsets": [0, 12]}
+    text, file = json.dumps({"w": entry}).encode(), Path("x.safetensors")
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(12))
+    code, _, err = ran(capsys, *command.format(file, file).split())
+    assert code == 3
+    assert "bug" not in err
+    assert "x.safetensors: cannot be read: " in err
+    assert "F6_E2M3" in err
 
 
 def test_a_similar_file_is_named_and_no_other(tmp_path: Path) -> None:

@@ -200,10 +200,11 @@ def _show_version(context: click.Context, asked: bool) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line and exits with its code: 0 done or passed (then it returns),
-    1 exceeded, 2 usage, 3 could not measure, 130 interrupted. An error is one line on
-    stderr; with `--debug` one that nobody expected is raised. Where the reader of its
-    output has left, it prints nothing more and exits with the code that was due.
-    `arguments`: None: those of the process."""
+    1 exceeded, 2 usage, 3 could not measure or an unexpected error, 130 interrupted. An
+    error is one line on stderr; with `--debug` an unexpected one is raised. Where the
+    reader of its output has left, it prints nothing more and exits with the code that was
+    due. Where the shell asks for completions it always raises SystemExit. `arguments`:
+    None: those of the process."""
     # Read when torch is imported: a thread that waits for another sleeps. One that spins
     # keeps the other from its core where the machine is busy, and an audit took 50 times
     # as long.

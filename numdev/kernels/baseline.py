@@ -151,8 +151,10 @@ class OnlineSoftmax:
         v: Tensor,
     ) -> Tensor:
         """Returns the output [B, H, q_len, v_dim] in the case's dtype. For each tile,
-        `parts` has the scores of its keys [B, H, q_len, keys], and `maxima` their largest
-        in each row, [B, H, q_len, 1]. v has as many heads as q."""
+        `parts` has the scores of its keys [B, H, q_len, keys], as `_scores` gives them:
+        scaled, and hidden keys already lowest. `maxima`: their largest in each row, [B,
+        H, q_len, 1]. All tiles but the last are of one width. v has as many heads as q.
+        Of the case, sinks join the sum l, and rows that see no key become 0."""
         m = self._first_maximum(case, parts[0])
         l, O = torch.zeros_like(m), m.new_zeros(*m.shape[:3], v.shape[-1])
         values = v.float().split(parts[0].shape[-1], dim=2)

@@ -53,11 +53,13 @@ def _limits(case: AttentionCase) -> Iterator[Reason]:
 def varlen_attn(case: AttentionCase, *, uncovered: bool = False) -> Output:
     """PyTorch's attention of packed sequences.
 
-    A sequence's keys are those that its mask shows, which must be its first ones.
-    `uncovered` True puts the queries of sequences without keys behind all others and in
-    no sequence, as padding is; their gradient is 0 all the same. Returns out and lse in
-    the case's order. Raises Refused where this PyTorch lacks an argument, a mask shows
-    other keys than a sequence's first, or with `uncovered` no sequence has a key."""
+    A sequence's keys are those that its mask shows, which must be its first ones. A
+    sequence without keys is one of length 0. With `uncovered` True its queries are
+    instead put behind all others and in no sequence, as padding is; what the operator
+    gives for these, as out or as gradient, is returned as it is, though exactly it is 0.
+    Returns out and lse in the case's order. Raises Refused where this PyTorch lacks an
+    argument that the case needs, a mask shows other keys than a sequence's first, or with
+    `uncovered` no sequence has a key."""
     module = importlib.import_module(MODULE)
     takes = inspect.signature(module.varlen_attn).parameters.keys()  # of this PyTorch's
     lengths = _lengths(case)

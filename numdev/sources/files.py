@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from numdev.errors import MeasurementError, NumdevError, one_line
@@ -61,13 +61,20 @@ def read_json(
     return content
 
 
-def open_safetensors(path: Path) -> Any:
-    """Opens a safetensors file, to be used as a context, with its tensors on the CPU.
-    Raises MeasurementError where it is missing or cannot be read, or its header is
-    damaged or does not match the file's length."""
+@contextmanager
+def open_safetensors(path: Path) -> Iterator[Any]:
+    """Opens a safetensors file for a context, with its tensors on the CPU. Raises
+    MeasurementError where it is missing or cannot be read, its header is damaged or does
+    not match the file's length, and where a tensor that is asked for is not there, or has
+    a dtype that PyTorch lacks."""
     refuse_pointer(path)
     with naming(path, "is not a whole safetensors file"):
-        return safe_open(path, framework="pt")
+        opened = safe_open(path, framework="pt")
+    try:
+        with opened as file:
+            yield file
+    except SafetensorError as error:
+        raise MeasurementError(f"{path}: cannot be read: {one_line(error)}") from error
 
 
 def read_pickle(path: Path) -> dict[Any, Any]:

@@ -269,8 +269,8 @@ def shuffled(arguments: Arguments, seed: int) -> Arguments:
 
 
 def reordered(x: Tensor, seed: int) -> Tensor:
-    """Returns the elements of a tensor in a random order, of a seed, in a contiguous
-    tensor of the same shape."""
+    """Returns the elements of a tensor in a random order of all of them, the same for a
+    seed on every device, in a contiguous tensor of the same shape."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(x.numel(), generator=generator).to(x.device)
     return x.flatten()[order].reshape(x.shape)

@@ -76,11 +76,15 @@ class OperatorCall:
 
     @property
     def is_writer(self) -> bool:
-        """Whether the operator writes into its first argument and returns that alone, as
-        `add_` does."""
+        """Whether the operator writes into its first argument, passed by place, and
+        returns that argument alone, as `add_` does."""
         schema = self.func._schema
-        info = schema.arguments[0].alias_info if self.args else None
-        return len(schema.returns) == 1 and info is not None and bool(info.is_write)
+        if not self.args or len(schema.returns) != 1:
+            return False
+        taken, returned = schema.arguments[0].alias_info, schema.returns[0].alias_info
+        if taken is None or returned is None:
+            return False
+        return bool(taken.is_write) and taken.before_set == returned.before_set
 
 
 Change = Callable[[OperatorCall], object]

@@ -88,7 +88,8 @@ def _of_layer_norm(read: Read) -> ProjectedGradient:
 
 
 def _of_group_norm(read: Read) -> ProjectedGradient:
-    """Returns the gradient of a group norm's input; a group is all numbers of a group of
+    """Returns the gradient of a group norm's input, from the arguments of PyTorch's
+    backward operator, which `read` returns by name. A group is all numbers of a group of
     channels in one batch entry."""
     back, x = (cast(Tensor, read(n)) for n in ("grad_out", "input"))
     mean, rstd = (cast(Tensor, read(n)) for n in ("mean", "rstd"))

@@ -71,8 +71,10 @@ class Surroundings:
         return call
 
     def module_at(self, path: Path) -> ModuleType:
-        """Imports a file, anew, and returns its module. Raises UsageError where the file
-        is missing, is no `.py`, or its import raises an exception or SystemExit."""
+        """Imports a file, anew, with "cuda" meaning the device, and returns its module.
+        The file's own folder stays on sys.path, and the module in sys.modules. Raises
+        UsageError where the file is missing, is no `.py`, or its import raises an
+        exception or SystemExit."""
         with self.on_its_device():
             return module_of(path)
 

@@ -212,8 +212,11 @@ def _of_places(x: Tensor) -> float:
 
 def _spread(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
     """Returns the terms of the gradient of an operator that picks, repeats or
-    interpolates. The terms of a place are the numbers that come back to it. Weights below
-    1 count as 1 in the squares, which makes these too large."""
+    interpolates. `func`: the operator of the backward pass; `args`: what comes back, then
+    its other arguments; `values`: the exact result. The terms of a place are the numbers
+    that come back to it; of an interpolation (but a nearest one) times the places along
+    an axis that it weighs, and what its coordinates add. A weight counts once in the
+    squares, not squared, which makes these too large where weights are from 0 to 1."""
     back, *others = map(widened, args)
     back = cast(Tensor, back)
     count = func(torch.ones_like(back), *others).clamp_min(1)

@@ -143,8 +143,10 @@ def _printable(value: object) -> object:
 
 
 def _with_code(text: str) -> Markup:
-    """Returns a sentence as HTML, escaped, with what stands in backticks set as code, and
-    no line end within a number and its unit."""
+    """Returns a sentence as HTML, escaped, with what stands in backticks set as code. No
+    line ends within a date, a number and its unit (one of those in `_UNBROKEN`: %, ulp,
+    ms, MB and others), or a number ± another. Characters that are not printable are
+    spelled out."""
     whole = _UNBROKEN.sub(_as_one, str(escape(_printable(text))))
     return Markup(_CODE.sub(r"<code>\1</code>", whole))
 

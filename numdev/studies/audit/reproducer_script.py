@@ -57,11 +57,11 @@ Call = tuple[AttentionCase, dict[str, object]]
 
 
 def figure_for(metric: str, bias_of: str | None = None) -> str:
-    """Returns the figure in which a script shows a finding about `metric`: one of
-    FIGURES, or `noise`. Where the metric is a ratio that needs more than the kernel's and
-    the exact tensor, it is the error in the numerator. `bias_of`: the row's word for what
-    the bias is of (`mean`, `sign`, or a feature). Raises UsageError for a metric that has
-    no figure."""
+    """Returns the name of the number by which a script shows a finding about `metric`:
+    one of FIGURES, or `noise`. Where the metric is a ratio that needs more than the
+    kernel's and the exact tensor, it is the error in the numerator. `bias_of`: of a bias,
+    the row's word for what it is of (`mean`, which None is too, `sign`; any other: a
+    feature). Raises UsageError for a metric that has no such number."""
     if metric in ("bias_size", "bias_p", "bias_t"):
         return {"mean": "bias", "sign": "bias_sign"}.get(
             bias_of or "mean", "bias_feature"

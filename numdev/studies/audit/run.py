@@ -116,7 +116,9 @@ class Described(Protocol):
     """A source that says what is read, and which tensors are stored."""
 
     def describe(self) -> dict[str, object]:
-        """Returns what is read, as plain data by name."""
+        """Returns what a report's provenance says of what is read, as plain data that
+        JSON can hold, by field name. `parameters` is among the names where there are
+        stored tensors."""
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the stored tensors with their names; nothing for a source without

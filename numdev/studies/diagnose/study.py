@@ -360,10 +360,13 @@ def _checked_readings(
     texts: Mapping[str, Path | None],
     system: System,
 ) -> list[AuditRequest]:
-    """Returns the request by which each stage is opened. `texts`: by the name of every
-    stage the file of ids from its training's text, or None. Raises UsageError for the
-    first stage whose request makes no sense for its target, and for captured tensors
-    without gradients. No model is built."""
+    """Returns the request by which each stage is opened, in order. `texts`: by the name
+    of every stage the file of ids from its training's text, or None. Raises UsageError
+    for a YAML file of any stage with other keys than `cases`. Then, stage by stage,
+    raises UsageError for a request that makes no sense for its target, weights that have
+    no model, and captured tensors without gradients; MeasurementError where captured
+    tensors, a config or an index are damaged. Weights are not read and no model is
+    built."""
     readings = [_reading_request(request, x, texts[x.name]) for x in stages]
     for stage, reading in zip(stages, readings, strict=True):
         if stage.sha256 is None:  # drawn or captured: opening these costs little

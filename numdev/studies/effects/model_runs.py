@@ -340,12 +340,14 @@ def first_nonfinite(
     model: nn.Module, count: int, cast_to: Format | None = None
 ) -> Iterator[dict[int, str]]:
     """Returns a context in which the model runs on `count` sequences, and which fills a
-    dict while it runs. By the number of a sequence the dict has, in words, the module
-    that first gives NaN or infinity for it, with the module's weight that has some
-    (`layers.3.mlp, whose weight (cast to float16) has NaN or infinity at 2 of 64
-    places`); or `the input of NAME` for a module that gets some from what is no module,
-    such as attention. A result whose first axis is not `count` counts for all sequences.
-    `cast_to`: the format that the weights were cast to, in which they may overflow."""
+    dict while it runs. By the number of a sequence, from 0, the dict has, in words, the
+    module that first returns NaN or infinity for it, with the module's weight that has
+    some (`layers.3.mlp, whose weight (cast to float16) has NaN or infinity at 2 of 64
+    places`). It has `the input of NAME` where a module without parts got some first, in
+    its first positional argument, from what is no module, such as attention or the
+    model's inputs. What a module with parts gets is not looked at, since masks hold -inf.
+    A tensor whose first axis is not `count` counts for all sequences. `cast_to`: the
+    format that the weights were cast to, in which they may overflow."""
     first: dict[int, str] = {}
     names = {
         module: name or type(module).__name__ for name, module in model.named_modules()

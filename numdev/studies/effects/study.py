@@ -511,9 +511,11 @@ def measure_on_workers(
     todo: Sequence[int],
 ) -> Iterator[Measured]:
     """Yields (number of a run, its rows) for the runs of `todo`, on part `number` of the
-    inputs, shared out among the workers of a Dask client, in the order in which workers
-    finish. `expected`: the versions and settings, as JSON, that each worker must have
-    too. Raises what a worker raises."""
+    inputs, in the format `fmt`. The workers of a Dask client share them; all of a
+    worker's share comes when it has finished it. `expected`: the versions and settings,
+    as JSON, that each worker must have too. Raises UsageError where one has others, a
+    NumdevError of a worker as it is, and MeasurementError for any other exception in a
+    worker."""
     count = min(max(1, len(client.nthreads())), len(todo))
     parts = [
         (request.model_dump_json(), fmt, number, todo[i::count]) for i in range(count)

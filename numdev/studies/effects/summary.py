@@ -285,8 +285,8 @@ def interval_in_words(x: Estimate, write: Callable[[float | None], str]) -> str:
 
 
 def _with_range(x: Estimate, write: Callable[[float | None], str] = si) -> str:
-    """Returns the mean with its interval in brackets, if it has one, each number written
-    by `write`."""
+    """Returns the mean, then its interval in brackets, `1.02 (0.97 to 1.07)`, if it has
+    one whose ends are not written alike; each number written by `write`."""
     within = interval_in_words(x, write)
     return write(x.mean) + (f" ({within})" if within else "")
 

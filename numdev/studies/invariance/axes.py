@@ -137,9 +137,10 @@ def with_memory_order(x: Tensor, like: Tensor) -> Tensor:
 
 def select_sequences(case: AttentionCase, sequences: Sequence[int]) -> AttentionCase:
     """Returns the batch of these sequences of the case, numbered from 0, duplicates
-    included. A number i of count sequences or more gives a neighbour: sequence i mod
-    count, rolled along its length by i // count, and with the other sign where i // count
-    is odd. Masks of sequences are selected, not rolled."""
+    included. A number i of count sequences or more gives a neighbour: q, k, v and
+    grad_out of sequence i mod count, each rolled along its length by i // count, and with
+    the other sign where i // count is odd. Masks of sequences are selected, not
+    rolled."""
     count = case.q.shape[0]
 
     def one(x: Tensor, index: int) -> Tensor:

@@ -846,9 +846,9 @@ def decide(rows: Sequence[CauseRow]) -> Decision:
 
 
 def _excess(rows: Sequence[CauseRow]) -> tuple[float, float]:
-    """Returns by how much the squared error, over all rows, is above the predicted one,
-    before the cause is undone and after, with what is predicted then; below 0 where it is
-    less."""
+    """Returns by how much the squared error, summed over all rows, is above the predicted
+    one, before the cause is undone and after, with what is predicted then. A number is
+    below 0 where the error is less."""
     before, after, noise, left = (
         math.fsum(getattr(row, name) for row in rows)
         for name in ("before", "after", "noise", "noise_left")

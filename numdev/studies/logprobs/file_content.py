@@ -263,8 +263,9 @@ def _column(column: object) -> list[object]:
 
 def _safetensors_record(path: Path, budget: ReadBudget) -> FileRecord:
     """Returns the tensors of a safetensors file, and the texts of its metadata (numbers,
-    true and false where they are such), as one record; of equal names the tensor. Raises
-    MeasurementError for a file that is missing or damaged."""
+    NaN too, true and false where they are such), as one record; of equal names the
+    tensor. The record spends `budget` as its fields are read. Raises MeasurementError for
+    a file that is missing or damaged, or has a tensor in a dtype that PyTorch lacks."""
     from numdev.sources.files import open_safetensors
 
     with open_safetensors(path) as file:

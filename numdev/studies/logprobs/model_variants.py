@@ -198,11 +198,12 @@ ADAPTER_DOSES = ("absent", "added twice", "merged in bfloat16")
 
 def read_adapter(path: str) -> Adapter:
     """Returns the adapter in a directory as PEFT writes it: adapter_config.json and
-    adapter_model.safetensors. Its deltas are fp64 [out, in], scaled by alpha, by the
-    module's name in the model; tensors that are no LoRA matrices are ignored. Raises
+    adapter_model.safetensors. Its deltas are fp64 [out, in], B A times alpha / rank (with
+    rsLoRA alpha / sqrt(rank)), by the module's name in the model. Tensors other than
+    `lora_A.weight` and their `lora_B.weight` are ignored, those of embeddings too. Raises
     UsageError where a file is missing or cannot be read, for another kind of adapter than
-    LoRA of one rank, for a `lora_alpha` that is no finite number, and where there is no
-    LoRA matrix or one lacks a partner that fits it."""
+    LoRA (DoRA too), for patterns of ranks or alphas, for a `lora_alpha` that is no finite
+    number, and where there is no A, or one has no B that fits it."""
     folder = Path(path)
     settings, weights = (
         folder / "adapter_config.json",

@@ -227,9 +227,10 @@ def distinct_sides(sides: Sequence[Side]) -> list[Side]:
 
 
 def text_of_tokens(checkpoint: str | None) -> Callable[[int], str]:
-    """Returns the function that gives the text of a token id by the tokenizer beside a
-    checkpoint. Raises UsageError where there is none, or no checkpoint; MeasurementError
-    where its files cannot be read."""
+    """Returns the function that gives the text of a token id by the tokenizer in a
+    checkpoint's directory; `demo` is numdev's own checkpoint. Raises UsageError where
+    there is no tokenizer, or no checkpoint (None); MeasurementError where its files
+    cannot be read."""
     path = demo_checkpoint() if checkpoint == "demo" else Path(checkpoint or "")
     tokenizer = load_tokenizer(path) if checkpoint else None
     if tokenizer is None:

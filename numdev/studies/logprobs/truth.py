@@ -404,8 +404,9 @@ def _widen_rotary_tables(model: nn.Module) -> None:
 def _choosing(
     subject: Subject, forced: Mapping[Choice, np.ndarray]
 ) -> AbstractContextManager[None]:
-    """Returns a context in which the layers of the subject's exact model take the experts
-    in `forced`; where that is empty, the model chooses by itself."""
+    """Returns a context in which the subject's exact model runs once, with the experts in
+    `forced`. What `forced` lacks, or has NO_EXPERT for, the model chooses by itself; in a
+    second run it chooses all."""
     return RouterCalls(subject.wide, forced).following() if forced else nullcontext()
 
 

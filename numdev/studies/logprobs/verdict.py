@@ -200,9 +200,11 @@ def _finite_test(report: LogprobsReport, side: PlannedSide) -> TestFields:
 
 
 def _pair_tests(report: LogprobsReport) -> Iterator[TestFields]:
-    """Yields the tests of both sides together: whether their tokens are the same (missing
-    without a pair), whether one is a copy of the other (none without a comparable token),
-    and without a model that of causes. The report has two sides."""
+    """Yields the tests of both sides together. First whether their tokens are the same:
+    MISSING without a pair; a pair that is cut does not count against it. Then whether one
+    is a copy of the other: undecided where FEWEST tokens or more are all equal, else as
+    measured; no such test without a comparable token. Last, without a model, whether a
+    cause is named; no such test where none was looked for. The report has two sides."""
     other = [row for row in report.pairs if row.unshared and not row.cut]
     yield {
         "rule": SAME,
@@ -337,8 +339,10 @@ def passing(report: LogprobsReport, tests_of_side: Sequence[Test]) -> Statement:
 
 
 def side_statement(side: SideSummary) -> Statement:
-    """Returns `1.02× what bfloat16 explains (0.97 to 1.07), 9,120 tokens; no cause
-    named`, and the mean in the details. The side has a ratio."""
+    """Returns what is said of a side that passed: `1.02× what bfloat16 explains (0.97 to
+    1.07), 9,120 tokens; no cause named`, without brackets where it has no interval; and
+    in the details its mean beside the expected one. The side has a ratio; whether a cause
+    is named is not looked at."""
     assert side.ratio is not None
     ends = ""
     if side.ratio.low is not None and side.ratio.high is not None:

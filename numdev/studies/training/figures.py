@@ -27,9 +27,8 @@ def curve_name(v: VariantRecord) -> str:
 
 def step_axis(steps: Sequence[int], *, all_named: bool = False) -> Axis:
     """Returns recorded steps as a logarithmic axis, without step 0. Its ticks are the
-    first step, the last one, and steps that are 1, 2 or 5 times a power of ten; with
-    `all_named` all steps. `steps`: ascending; without a step above 0 the axis has no
-    tick."""
+    first step above 0, the last one, and recorded steps that are 1, 2 or 5 times a power
+    of ten; with `all_named` all steps. `steps`: ascending, at least one above 0."""
     shown = [step for step in steps if step > 0]
     usual = {step for step in shown if str(step).rstrip("0") in ("1", "2", "5")}
     usual |= {shown[0], shown[-1]} if shown else set()

@@ -122,8 +122,9 @@ def largest_score(case: AttentionCase) -> Tensor:
 
 def learning_rate(config: Optimiser, step: int, steps: int) -> float:
     """Returns the learning rate of update `step` of `steps`, counted from 1. It grows
-    linearly to `lr` over the warm-up. Then it is constant, or falls by half a cosine to
-    `final` times `lr` at the last step."""
+    linearly over the warm-up, from `lr` / warmup to `lr`. After it the rate is constant,
+    or falls by half a cosine to `final` times `lr` at the last step; a warm-up of all
+    steps leaves no such steps."""
     if step <= config.warmup:
         return config.lr * step / config.warmup
     if config.schedule == "constant":
