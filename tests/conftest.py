@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -53,3 +54,17 @@ def ctrl_c_reaches_what_is_started() -> Iterator[None]:
     yield
     if ignored:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@pytest.fixture(autouse=True)
+def no_module_of_a_test_stays(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[None]:
+    """A file that a test wrote and imported takes the name of no other test's file.
+    Those of a fixture that was set up before stay."""
+    before = set(sys.modules)
+    yield
+    written = str(tmp_path_factory.getbasetemp())
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(written):
+            del sys.modules[name]

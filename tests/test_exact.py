@@ -26,10 +26,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from numdev.errors import UsageError
-from numdev.exact.copies import wide_arguments
 from numdev.exact.evaluation import Computing, computing, evaluate
 from numdev.exact.rounding import EveryOperation
 from numdev.exact.unsupported_operations import Unsupported
+from numdev.exact.wide_copies import wide_arguments
 from numdev.exact.wide_tensors import Wide, narrowed, widened
 from numdev.formats import FORMATS, round_to
 
