@@ -62,9 +62,10 @@ def why_no_file(path: Path | str) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Returns an exception as `ValueError: first line of its message`, without a full
-    stop at the end; an empty message counts as its `repr`. Where `str(error)` raises, the
-    message is `its message raised KeyError`."""
+    """Returns an exception as `ValueError: first line of its message`, of which at most
+    LONGEST_LINE characters, without a full stop at the end; for an empty message stands
+    the exception's `repr`. Where `str(error)` raises, the message is `its message raised
+    KeyError`."""
     try:
         text = str(error).strip() or repr(error)
     except BaseException as another:

@@ -66,8 +66,8 @@ class TensorSpec:
 
     @property
     def is_output(self) -> bool:
-        """Whether the tensor is a result whose error is compared with its format: no
-        gradient, and no log-sum-exp."""
+        """Whether the tensor is an output that is judged by itself: no gradient, and
+        nothing that only comes with an output, as the log-sum-exp does."""
         return self.of_input is None and self.beside is None
 
     @property

@@ -457,9 +457,11 @@ def check_attention(
 def _axis_findings(
     planned: Planned, source: CheckSource, plan: Plan, names: Sequence[str], rules: Rules
 ) -> tuple[Sequence[Finding], list[str]]:
-    """Returns findings on the axes `names` along which a kernel changes bits, on the
-    cases that it takes; and a sentence for each test of an axis, in a format, that could
-    not be judged."""
+    """Returns findings on axes along which a kernel changes bits, on the cases that it
+    takes; and a sentence for each test of an axis, in a format, that could not be judged.
+    The axes are `names`; a kernel that does not repeat itself has a finding on `repeat`
+    instead. A change along one axis that follows from a graver one along another has no
+    finding."""
     from numdev.studies.invariance.study import (
         SECTIONS,
         InvarianceStudy,

@@ -38,6 +38,7 @@ from numdev import report as report_io
 from numdev import testing
 from numdev.errors import MeasurementError, UsageError
 from numdev.kernels import find
+from numdev.kernels.plain_functions import untested_parameters
 from numdev.studies.audit import isolation, mistake_search
 from numdev.studies.audit.check import FEATURES, CheckSource, default_cases
 from numdev.testing import CheckFailed, check_attention
@@ -244,6 +245,21 @@ def test_an_exceptions_words_are_harmless() -> None:
             "(float16) failed in 1 of 2 calls: RuntimeError: red \\x1b[31m\\u202e."
             in words
         )
+
+
+def test_a_second_parameter_of_one_meaning_was_not_tested() -> None:
+    """A call sets one of them, the first that NAMES has."""
+
+    def biased(
+        q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Any = None
+    ) -> Tensor:
+        assert bias is None
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    assert untested_parameters(biased, ()) == ["mask", "bias"]
+    passed: dict[str, Any] = {"formats": "float16", "backward": False, "claims": EAGER}
+    left_out = check_attention(biased, cases="additive-mask", **passed).skipped
+    assert "Not tested, since no call that ran sets it: bias." in left_out
 
 
 def test_heads_that_were_repeated_were_not_tested() -> None:

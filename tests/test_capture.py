@@ -31,6 +31,7 @@ from numdev.sources.capture import (
     capture,
     chosen_keys,
     items_from_run,
+    run_with_answers,
     unaudited_modules,
 )
 from numdev.sources.mixer_recognition import is_mixer, mixers_in_words
@@ -552,6 +553,20 @@ def mask_of(kind: str) -> Tensor:
             normal(PAIR * HEADS, ROW, 1, seed=4) > 0
         )
     return hidden
+
+
+@pytest.mark.parametrize("needs_weights", [True, False])
+def test_an_answer_is_the_modules_own(needs_weights: bool) -> None:
+    """Also where it asks for weights, which is its default, and then multiplies by hand:
+    else a kernel that returns zeros would change no model."""
+    model, x = One({"need_weights": needs_weights}), normal(PAIR, ROW, E)
+    zeros: Any = lambda case: torch.zeros_like(case.q)  # noqa: E731
+    with torch.no_grad():
+        usual, weights = model(x)
+        output, kept_weights = run_with_answers(model, lambda: model(x), zeros)
+    assert torch.equal(output, model.mha.out_proj.bias.expand_as(output))
+    assert not torch.equal(output, usual)
+    assert (kept_weights is None) == (weights is None) == (not needs_weights)
 
 
 MASKED: dict[str, dict[str, Any]] = {

@@ -197,9 +197,10 @@ def _ordered_reports(
 
 
 def _summary(compared: Compared, roles: Collection[str]) -> CompareSummary:
-    """Returns how many pairs were judged, and how many differ and could not be, with the
-    notes and inputs of `compared`; the answer is left empty. Counts kernels under audit,
-    or all groups where `roles` (those of the rows) has no `kernel`."""
+    """Returns two counts of pairs, with the notes and inputs of `compared`: `unjudged`,
+    those that differ and have no number that could be judged, and `judged`, all others.
+    The answer is left empty. Counts the groups of kernels under audit, or all groups
+    where `roles` (those of the rows) has no `kernel`."""
     audited = [g for g in compared.groups if g.role == "kernel" or "kernel" not in roles]
     unjudged = sum(group.unjudged for group in audited)
     return CompareSummary(

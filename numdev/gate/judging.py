@@ -146,8 +146,9 @@ def reading_tests(report: Report) -> Iterator[Test]:
 
 
 def with_conclusions(report: R, judgement: Judgement) -> R:
-    """Returns a new report with the outcome, verdicts, findings and summary that follow
-    from its judgement. Raises UsageError for a kind that is not judged."""
+    """Returns a new report with the outcome, verdicts, findings, sentences on what was
+    tested, and summary that follow from a judgement of it. Raises UsageError for a kind
+    of report that is not judged."""
     study = judged_by(report.kind)
     findings, tested = study.findings(judgement, report)
     if text := report.provenance.source.get("not_audited"):

@@ -403,10 +403,12 @@ def repeat_noise(pair: Pair) -> float:
 def log_standard_error(
     row: DeviationRow, metric: str, value: float | None, width: int
 ) -> float:
-    """Returns the standard error of ln(value). 0 where `value` is None or 0, and for a
-    worst row without an interval. From the interval of sampled rows if there is one, else
-    from how far the largest error, or for `expected_ratio` the worst row's, exceeds that
-    of all; infinite where neither tells. `width`: elements in a row of the tensor."""
+    """Returns the standard error of ln(value), the value of a row's metric. 0 where
+    `value` is None or 0. From the interval of sampled rows if there is one; infinite
+    where that begins at 0. Else it is 0 for the metric `worst_row`; of `expected_ratio`
+    it is from how far the worst row's exceeds that of all, of any other metric from how
+    far the largest error exceeds the rms. Infinite where neither tells, and where the row
+    does not say how many elements it has. `width`: elements in a row of the tensor."""
     if not value:
         return 0.0
     ends = interval_of(row, metric)

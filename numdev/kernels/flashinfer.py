@@ -175,10 +175,11 @@ def _plan_paged(
 
 def _splits(wrapper: object, case: AttentionCase) -> int:
     """Returns how many parts the keys were divided into, read from a planned wrapper of
-    `fa2` (`PrefillPlanInfo` in `scheduler.cuh`): all blocks over those of one part; 1 for
-    other backends and unknown plans."""
+    `fa2` (`PrefillPlanInfo` in `scheduler.cuh`): all blocks over those that one part
+    takes, rounded down, at least 1. 1 for other backends, and where the plan has fewer
+    than four numbers; a longer one is read as one of `fa2`, whatever it is."""
     plan = list(getattr(wrapper, "_plan_info", None) or ())
-    if getattr(wrapper, "_backend", None) != "fa2" or len(plan) < 4:
+    if getattr(wrapper, "_backend", None) != "fa2" or len(plan) < 4 or not plan[3]:
         return 1
     blocks, rows = plan[0], plan[3]
     of_a_part = case.q.shape[0] * math.ceil(case.q_len * case.group / rows)

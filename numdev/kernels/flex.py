@@ -60,8 +60,8 @@ Modification = Callable[..., Tensor]
 
 
 def _check(options: Mapping[str, object]) -> None:
-    """Raises UsageError for options of the compiled kernel in eager mode, which ignores
-    them."""
+    """Raises UsageError where `compiled` is False and any other option is not None: those
+    are of the compiled kernel, and eager mode ignores them."""
     asked = [n.upper() for n, x in options.items() if n != "compiled" and x is not None]
     if not options["compiled"] and asked:
         raise UsageError(f"eager FlexAttention ignores {', '.join(asked)}")

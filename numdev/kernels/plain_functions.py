@@ -159,13 +159,18 @@ def parameters_by_role(function: Callable[..., object]) -> dict[str, str]:
 def untested_parameters(
     function: Callable[..., object], cases: Collection[CaseRecord]
 ) -> list[str]:
-    """Returns the names of a plain function's parameters of a meaning in NAMES whose
-    value none of these cases needs to set, so that they were never tested. All of them
-    without cases. Raises UsageError where Python cannot tell the parameters."""
+    """Returns the names of a plain function's parameters of a meaning in NAMES that none
+    of these cases sets, so that they were never tested, in the order of NAMES: those
+    whose value no case needs to set, all of them without cases; and of several with one
+    meaning (`mask` and `bias`) all but the first. Raises UsageError where Python cannot
+    tell the parameters."""
+    parameters = parameters_of(function)
     needed = set(itertools.chain.from_iterable(map(_needed_roles, cases)))
-    return [
-        name for role, name in parameters_by_role(function).items() if role not in needed
-    ]
+    untested: list[str] = []
+    for role, ways in NAMES.items():
+        names = [way for way in ways if way in parameters]
+        untested += names[1:] if role in needed else names
+    return untested
 
 
 def _needed_roles(case: CaseRecord) -> Iterator[str]:

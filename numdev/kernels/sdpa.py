@@ -136,10 +136,11 @@ def _call_sdpa(case: AttentionCase) -> Tensor:
 
 def _attend(case: AttentionCase, backend: SDPBackend | None) -> Output:
     """Runs one SDPA call with this backend alone (None: PyTorch's choice). Returns out;
-    lse where the operator returned one of shape [batch, heads, q_len], else None; and the
-    name of the operator in `ran` and `did["operator"]`. Raises Refused with PyTorch's
-    reasons where no backend takes the case, MeasurementError where another backend ran
-    than the forced one. What else PyTorch raises passes."""
+    lse [batch, heads, q_len], without the rows that an operator pads and without an axis
+    of 1 behind them, None where it returned no such numbers; and the name of the
+    operator, `math` where no fused one ran, in `ran` and `did["operator"]`. Raises
+    Refused with PyTorch's reasons where no backend takes the case, MeasurementError where
+    another backend ran than the forced one. What else PyTorch raises passes."""
     with (
         warnings.catch_warnings(record=True) as caught,
         forced_backend(backend),

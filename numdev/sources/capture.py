@@ -473,6 +473,7 @@ class _Interceptor(TorchFunctionMode):
         self.on_call, self.watch, self.step = on_call, watch, step
         # By the model, and SDPA has no argument for it
         self.passed: Mapping[str, Any] = {}
+        self.is_replaced = False  # whether `on_call` gave the last call's output
 
     @contextmanager
     def meeting(self) -> Iterator[None]:
@@ -553,6 +554,7 @@ class _Interceptor(TorchFunctionMode):
                 error.message, hint="numdev cannot audit this call"
             ) from error
         answer = self.on_call(case) if self.step is None else None
+        self.is_replaced = answer is not None
         if answer is not None:
             return answer.reshape(*query.shape[:-1], answer.shape[-1])
         if case.softcap is None and case.sinks is None:
@@ -572,8 +574,8 @@ class _Interceptor(TorchFunctionMode):
 
         Where weights are asked for (the default) it multiplies by hand. Then the call is
         met in a second run without weights, which computes the same function. The model
-        gets the answer of the run with weights; with gradients it gets the met call's
-        output, for gradients must pass through it."""
+        gets the answer of the run with weights. Where `on_call` gave the output, and with
+        gradients, which must pass through the met call, it gets the met call's output."""
         original, met = (
             F.multi_head_attention_forward,
             multi_head_calling(self._meet_sdpa),
@@ -584,7 +586,8 @@ class _Interceptor(TorchFunctionMode):
         # applied.
         out, _ = met(*args, **{**kwargs, "need_weights": False, "is_causal": False})
         answer, weights = original(*args, **kwargs)
-        return (answer if self.step is None else out), weights
+        is_met = self.is_replaced or self.step is not None
+        return (out if is_met else answer), weights
 
 
 def multi_head_calling(

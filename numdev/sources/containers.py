@@ -214,7 +214,7 @@ class DistributedCheckpoint:
     @property
     def nesting(self) -> str:
         """Returns the keys before the names of the model's weights, as `app.model.`;
-        empty for none. Raises MeasurementError for damaged metadata."""
+        empty for none. Raises MeasurementError for damaged or missing metadata."""
         nesting, _, _ = self._names_and_tensors
         return nesting
 

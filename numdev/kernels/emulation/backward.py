@@ -114,7 +114,7 @@ def is_at_once(r: Rounder) -> bool:
 def rounder(case: AttentionCase, recipe: Recipe) -> Rounder:
     """Returns the Rounder of both passes. Raises Refused where the case has no grad_out,
     its format cannot do what the recipe asks, or the `compute` dtype does not hold
-    grad_out."""
+    grad_out or the format of a site."""
     r = Rounder(recipe, case)
     if case.grad_out is None:
         raise Refused("the case has no gradient with respect to its output (grad_out)")
@@ -236,8 +236,10 @@ def backward(inputs: BackwardInputs, *, at_once: bool = False) -> Gradients:
 
 
 def _backward_at_once(inputs: BackwardInputs) -> Gradients:
-    """Returns dQ, and dK and dV of every kv head, in large blocks, for a recipe that
-    `is_at_once`. Not yet cast."""
+    """Returns dQ, and dK and dV of every kv head, in the compute dtype and not yet cast,
+    computed in large blocks: up to fp32 rounding what the tiles give, and perhaps not
+    finite where that is. For a recipe that this module's `is_at_once` allows, and inputs
+    without `some`, which is not read."""
     r, case, q, k, v, dO = (
         inputs.r,
         inputs.r.case,

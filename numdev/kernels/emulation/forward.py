@@ -124,12 +124,12 @@ def in_any_order(r: Rounder) -> bool:
 
 def is_at_once(r: Rounder) -> bool:
     """Whether computing many tiles at once gives what the recipe says, up to fp32
-    rounding: nothing is rounded between tiles, and the algorithm is `fa2` with a plain
-    softmax.
-
-    With `exponent` rounded a product of factors is not a factor. Rounding toward zero
-    makes a whole ulp of a last bit wherever the exact output is a number of the
-    format."""
+    rounding. So it is for the algorithm `fa2` with a plain softmax, where nothing is
+    rounded between tiles and the order does not matter (`in_any_order`: the recipe
+    computes in float32 and rounds to nearest, and the case's format does not contain
+    float32). With `exponent` rounded a product of factors is not a factor; rounding
+    toward zero makes a whole ulp of a last bit wherever the exact output is a number of
+    the format."""
     between = ["exponent", "rescale", "tile_sum", "row_sum", "pv", "accumulator"]
     if r.recipe.loop_order == "kv":
         between.append("state")

@@ -119,9 +119,11 @@ class NumberInUse:
 
 def numbers_of(reference: FunctionReference) -> Iterator[NumberInUse]:
     """Yields the numbers that the reference computes with. First come those that its
-    operators read, each once, in that order; those that are not finite are left out. Then
-    come the defaults of its operators' arguments, each argument once, but for those in
-    UNNAMED. 0 is left out; nothing where the reference raises. It is run once."""
+    operators read, each value once, in the order in which they are read; those that are
+    not finite are left out. Then come the defaults of its operators' arguments, each
+    argument once, but for arguments named in UNNAMED. 0 is left out. Yields nothing where
+    the reference raises. It is run once for this, and once more for `reference.plain`
+    where that was not read before."""
     read, notes = OtherNumber(), Notes()
     try:
         reference.computed(read, within=OtherOperations(notes))

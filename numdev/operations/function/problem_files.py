@@ -110,10 +110,11 @@ def _listed(arguments: object, what: str) -> tuple[object, ...]:
 
 
 def module_of(path: Path) -> ModuleType:
-    """Imports a file as a module under a name that no other file has, anew at each call,
-    and returns it. Its folder is added to the end of sys.path, the module to sys.modules.
-    Raises UsageError where that is no file, where its name does not end in .py, and
-    where the import raises an exception or SystemExit."""
+    """Imports a file as a module, anew at each call, and returns it. Its name is one that
+    no other file has, the same at each call. Its folder is added to the end of sys.path
+    unless it is there, the module to sys.modules, in place of an earlier one; both stay
+    where the import fails. Raises UsageError where the path is no file, where its name
+    does not end in .py, and where the import raises an exception or SystemExit."""
     if not path.is_file():
         raise UsageError(f"{path}: {why_no_file(path)}")
     if path.suffix != ".py":

@@ -138,9 +138,10 @@ def _from_groups(
     g: Tensor, centred: Tensor, rstd: Tensor, ungrouped: Callable[[Tensor], Tensor],
     over: tuple[int, ...], *, has_mean: bool = True,
 ) -> ProjectedGradient:  # fmt: skip
-    """Returns the gradient of a norm's input from tensors by groups: g, the input less
-    its mean (`centred`; without a mean the input), and the reciprocal of its deviation,
-    [groups, 1]."""
+    """Returns the gradient of a norm's input from tensors by groups. g is what comes back
+    times the norm's weight, `centred` the input less its mean (the input itself without
+    `has_mean`), both [groups, numbers of a group]; `rstd` [groups, 1] is the reciprocal
+    of the deviation. `ungrouped` and `over` are passed on."""
     normalised, share = centred * rstd, 1 / g.shape[-1]
     parts = [Subtracted(weight=normalised * share, terms=g * normalised)]
     if has_mean:

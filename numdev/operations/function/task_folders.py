@@ -173,12 +173,13 @@ class ImportedTask:
 
     def chosen(self, shapes: str, device: str) -> tuple[list[Sizes], list[str]]:
         """Returns the tests that a check runs, the smallest first, at most MOST_TESTS,
-        and a sentence on those that do not run, if there are any. With `shapes`
-        (`m=64,n=32`) it returns that call alone. The smallest test is too large beyond
-        LARGEST numbers in its inputs. Another is too large where it may have so many, by
-        the square of its size, or has more than TOGETHER with those before it; none after
-        it runs. Inputs are made to be counted. Raises UsageError where the smallest test
-        is too large, for wrong `shapes`, and where `generate_input` raises."""
+        and, if there are tests that do not run, a sentence on them. With `shapes`
+        (`m=64,n=32`) it returns that call alone, of any size. The smallest test is too
+        large beyond LARGEST numbers in its inputs. Another is too large where it may have
+        more than that, as the square of its size over that of the test before it makes
+        these more, or where all tests up to it have more than TOGETHER; none after it
+        runs. Inputs are made to be counted. Raises UsageError where the smallest test is
+        too large, for wrong `shapes`, and where `generate_input` raises."""
         if shapes:
             return [self.folder.with_sizes(shapes)], []
         kind = "cuda" if device.startswith("cuda") else "cpu"

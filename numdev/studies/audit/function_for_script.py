@@ -60,8 +60,10 @@ class ScriptTarget:
         return facts
 
     def stored(self) -> dict[str, Tensor]:
-        """Returns the tensors that a script needs beside those of its calls: a module's
-        parameters and buffers, named `state.NAME`; empty for a function."""
+        """Returns the tensors that a script needs beside those of its calls: what
+        `state_dict` had of a module, named `state.NAME`, where the check gave it this
+        state. Empty for a function, and for a module with the values that its class makes
+        under a seed."""
         state = None if self.build is None else self.build.state
         items: Mapping[str, Tensor] = state or {}
         return {f"{STATE}{name}": x.detach().contiguous() for name, x in items.items()}

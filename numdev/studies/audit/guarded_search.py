@@ -106,10 +106,13 @@ def _in_a_fork(search: Callable[[], object]) -> tuple[object, str | None]:
 
 
 def _search_and_exit(search: Callable[[], object], write: int) -> None:
-    """Runs in the fork: writes what `_data_or_reason` returns into a descriptor, as JSON,
-    and ends the process. What foreign code prints goes to stderr. Does not return."""
+    """Runs in the fork: writes what `_data_or_reason` returns into the descriptor
+    `write`, as JSON, and ends the process with exit code 0. Nothing is written where it
+    raises. What foreign code writes to stdout goes to stderr. Does not return."""
     try:
         os.dup2(2, 1)
+        # Not this process's own: what it had not yet written is the parent's to write
+        sys.stdout = sys.stderr
         faulthandler.disable()  # a test runner's, which would show the parent's stack
         torch.set_num_threads(1)
         # A reference that asks for more would wait for the parent's threads for ever

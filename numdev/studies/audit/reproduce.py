@@ -74,13 +74,13 @@ def reproduce(
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
     seconds: float = SECONDS,
 ) -> list[Path]:
-    """Writes a reproducer for the first `count` findings that have a place and are no
-    notes, one for each kernel, tensor and rule, into folders of `directory`/reproducers.
-    Returns the paths of the scripts. Each call is reduced for `seconds` at most. A
-    finding that cannot be reproduced or written gets no script, nor does one whose call
-    the source does not give. `say` gets a message for each script, for each finding that
-    failed, and one on those beyond `count`. Raises what the source raises, but for
-    RuntimeError."""
+    """Writes reproducers for findings that have a place and are no notes, into folders of
+    `directory`/reproducers: of the findings on one kernel, tensor and rule for the first,
+    and of these for the first `count`. Returns the paths of the scripts. Each call is
+    reduced for `seconds` at most. A finding that cannot be reproduced or written gets no
+    script, nor does one whose call the source does not give. `say` gets a message for
+    each script, for each finding that failed, and one on those beyond a `count` above 0.
+    Raises what the source raises, but for RuntimeError."""
     scripts: list[Path] = []
     wanted: dict[tuple[str, str | None, str], Finding] = {}
     for finding in findings:  # one script for a fault that shows in several formats

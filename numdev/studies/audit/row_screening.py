@@ -93,9 +93,10 @@ def _nan_as_infinity(x: Tensor) -> Tensor:
 
 
 def second(bench: Bench, output: Output) -> Output | Reference:
-    """Returns the whole call computed by another operator than `output`'s: on CUDA the
-    first of FUSED that runs it as another operator, else plain attention in float32.
-    FUSED is not tried for a mask, a window or a causal offset."""
+    """Returns the call, in all its rows, computed by another operator than `output`'s: on
+    CUDA the first of FUSED that runs it as another operator (an Output, of all heads),
+    else plain attention in float32 (a Reference, of the measured heads alone). FUSED is
+    not tried for a mask, a window or a causal offset."""
     case, trained = bench.case, bench.selection.gradients
     square = case.mask is None and case.window is None and not case.causal_offset
     # Others get a mask of all scores

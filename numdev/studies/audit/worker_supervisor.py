@@ -25,9 +25,10 @@ TICK_S = 1.0
 
 def main() -> None:
     """Starts the worker in a new process, waits until the worker or numdev ends, kills
-    all that the worker started, and ends as the worker did, or with exit code 0 where
-    numdev ended first. sys.argv[1] is JSON: numdev's process id, the worker's socket, the
-    lifeline, and sys.path."""
+    all that the worker started, and ends as the worker did, by signal or exit code, or
+    with exit code 0 where numdev ended first. In the worker it returns when that has
+    served. sys.argv[1] is a JSON list: numdev's process id, and the descriptors of the
+    worker's socket and of the lifeline, which numdev closes by ending; then sys.path."""
     numdev, pipe, lifeline, sys.path[:] = json.loads(sys.argv[1])
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     woken, wake = os.pipe()

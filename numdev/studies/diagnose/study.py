@@ -327,10 +327,10 @@ def _tokenizer_files(directories: Iterable[str]) -> list[Path]:
 def _planned_kernels(
     request: DiagnoseRequest, system: System
 ) -> tuple[list[Planned], list[str]]:
-    """Returns the real kernels to run, those of the request or else KERNELS, and a note
-    on each named one that cannot run here, which is left out. One of KERNELS that cannot
-    run here is left out without a note. Raises UsageError for a name that no kernel has,
-    and for an option that a kernel has not."""
+    """Returns the kernels to run, those of the request or else KERNELS, and a note on
+    each named one that cannot run here, which is left out. One of KERNELS that cannot run
+    here is left out without a note. Raises UsageError for a name that is no kernel, and
+    for options that it does not take."""
     planned, notes = [], []
     for choice in KERNELS if request.kernels is None else request.kernels:
         kernel = find(choice.name)

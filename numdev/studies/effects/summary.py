@@ -84,10 +84,10 @@ class OutputRuns:
         self.budget = self._budget(self.main) if self.main and self.sites else None
 
     def _summarise_run(self, rows: Sequence[OutputRow]) -> RunSummary:
-        """Returns one run over its sequences. `rows`: its rows, at least one. Numbers are
-        over the sequences that have a cost, and empty (null, or 0 `positions`) where none
-        has. How many sequences failed, or are not finite, and the first reason are of all
-        rows."""
+        """Returns one run over its sequences, each number made as OVER_SEQUENCES says.
+        `rows`: its rows, at least one. Numbers are over the sequences that have a cost,
+        and empty (null, or 0 `positions`) where none has. How many sequences failed, how
+        many are not finite, and the first reason are of all rows."""
         fields: Fields = {name: getattr(rows[0], name) for name in ABOUT}
         for name, over_sequences in OVER_SEQUENCES.items():
             values = [getattr(row, name) for row in rows if row.cost is not None]

@@ -345,12 +345,12 @@ def other_temperature(sequences: Sequences, errors: Errors) -> Sequence[Effects]
 
 
 def other_normalisation(sequences: Sequences, errors: Errors) -> Sequence[Effects]:
-    """Returns the effect of a support with fewer tokens, or more, than the other side's:
-    by the alternatives of both, a constant at each position; the whole difference of a
-    token that is certain on one side and has no shared alternative. The constants have
-    one sign, but for a share ONE_SIGN of their squares; else the effect is 0. NaN at
-    other tokens without shared alternatives. Empty where a side recorded no alternatives
-    of some sequence."""
+    """Returns the effect of a support with fewer tokens, or more, than the other side's.
+    By the alternatives of both it is a constant at each position; of a token that is
+    certain on one side and has no shared alternative it is the whole difference; NaN at
+    other tokens without shared alternatives. Constants and differences have one sign over
+    all sequences, but for a share ONE_SIGN of their squares; else the effect is 0 at
+    every token. Empty where a side recorded no alternatives of some sequence."""
     if any(seen.shared is None for seen in sequences):
         return []
 

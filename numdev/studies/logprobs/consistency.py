@@ -36,10 +36,10 @@ def check_consistency(report: LogprobsReport) -> None:
 
 
 def _plan_contradictions(report: LogprobsReport) -> Iterator[str]:
-    """Yields a sentence for each of these that holds: the plan has no side, more than
-    two, two of one name or one named PAIR; another model or clip band than the request;
-    pairs of one side; or, with a model, a side that does not say of each cause whether it
-    was looked for."""
+    """Yields a sentence where the plan has no side, more than two, two of one name or one
+    named PAIR; one each where it has another model or another clip band than the request,
+    and pairs without two sides; with a model, one for each side that does not say of each
+    cause either that it was looked for or why not."""
     plan, request = report.plan, report.request
     names = [side.name for side in plan.sides]
     if not 1 <= len(names) <= 2 or len(set(names)) < len(names) or PAIR in names:

@@ -19,6 +19,7 @@ from numdev.studies.training.variant_training import Lane
 
 NOT_YET = "before the first update"
 NOT_FINITE = "not finite"
+NOT_NOTED = "attention noted no scores"
 UNDEFINED = "undefined: one of the two is zero"
 DISTANCES = ("max_abs", "mean_abs", "rel", "w1", "equal")
 # The rule of a spike, see `is_spike`
@@ -40,8 +41,11 @@ def train_row(lane: Lane, seed: int, step: int) -> TrainRow:
         "max_logit": finite_or_none(torch.stack(scores).amax()) if scores else None,
         "spectral_norm": finite_or_none(norms.amax()),
     }
-    why = NOT_FINITE if step else NOT_YET
-    nulls = {name: why for name, value in values.items() if value is None}
+    reasons = dict.fromkeys(values, NOT_FINITE if step else NOT_YET)
+    reasons["spectral_norm"] = NOT_FINITE  # of the weights, which are always there
+    if step and not scores:
+        reasons["max_logit"] = NOT_NOTED
+    nulls = {name: reasons[name] for name, value in values.items() if value is None}
     return TrainRow(
         seed=seed,
         variant=lane.variant.name,

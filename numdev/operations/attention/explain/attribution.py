@@ -278,8 +278,10 @@ def rounding_sites(
 
 
 def _sites_before(tensor: str, recipe: Recipe, group: int) -> list[str]:
-    """Returns the sites that a tensor depends on under a recipe, in the order of the
-    pass. `group`: query heads per kv head."""
+    """Returns the sites, those of both passes, that a tensor (out, dq, dk or dv) depends
+    on under a recipe, in the order of the pass, its own cast among them. Whether they
+    round is not looked at; what only some calls have (a soft cap, a mask, sinks) counts.
+    `group`: query heads per kv head."""
     skipped = {
         "q_scaled": recipe.scale_in == "scores",
         "k_scaled": recipe.scale_again != "k_log2",

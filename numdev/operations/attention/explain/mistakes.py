@@ -244,9 +244,9 @@ def _mask_mistakes(case: AttentionCase) -> Changes:
 
 
 def _kv_head_mistakes(case: AttentionCase) -> Changes:
-    """Yields mistakes in which kv head a query head reads, with k and v gathered for
-    every query head. A mapping that equals the right one or an earlier one is left out;
-    nothing with a single kv head."""
+    """Yields mistakes in which kv head a query head reads, in words, each with k and v
+    gathered for every query head. A mapping that equals the right one or an earlier one
+    is left out; with a single kv head nothing is yielded."""
     kv, group = case.kv_heads, case.group
     if kv == 1:
         return

@@ -60,11 +60,12 @@ class Sums:
     @classmethod
     def of(cls, case: AttentionCase, tensor: str, out: Tensor, lse: Tensor) -> Sums:
         """Returns the sums of a gradient (`tensor`: dq, dk or dv) of a call, by
-        FlashAttention-2's backward pass after the output `out` [B, H, q_len, v_dim] that
-        a kernel returned; `lse`: the exact log-sum-exp [B, H, q_len]. The terms (keys of
-        dq, queries of dk and dv) must be more than the least tile of TILES. Over a group
-        of query heads dk and dv are summed in fp32. Raises UsageError for a case without
-        grad_out, or of a format that torch has no dtype for."""
+        FlashAttention-2's backward pass from the output `out` [B, H, q_len, v_dim] that a
+        kernel returned; `lse`: the exact log-sum-exp [B, H, q_len]. Running sums are
+        rounded to the case's format. Over a group of query heads dk and dv are summed in
+        fp32. Raises ValueError where the terms (keys of dq, queries of dk and dv) are not
+        more than the least tile of TILES; UsageError for a case without grad_out, or of a
+        format that torch has no dtype for."""
         Q, dO, O = (x.float() for x in (case.q, upstream(case), out))
         K, V = (x.float().repeat_interleave(case.group, dim=1) for x in (case.k, case.v))
         X = Q @ K.mT * case.scale

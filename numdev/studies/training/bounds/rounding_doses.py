@@ -345,7 +345,8 @@ def in_order(ladder: Mapping[float, float]) -> tuple[list[float], list[float]]:
 
 
 def _block_distance(block: tuple[list[float], list[float]]) -> float:
-    """Returns the distance of a block of merged rungs, (strengths, distances)."""
+    """Returns the geometric mean of the distances of a block of merged rungs, (strengths,
+    distances): at least one, all above 0."""
     return statistics.geometric_mean(block[1])
 
 

@@ -373,9 +373,10 @@ def _chance_ratio_sentence(
 def _run_ratio_sentence(
     run: RunRecord, other: RunRecord, cells: Sequence[WeightsCell], early: Sequence[int]
 ) -> Iterator[str]:
-    """Yields a sentence on one run's early distances over another's of the same seed,
-    step, layer and kind, in each metric: the least and the largest over places, of each
-    place's geometric mean. Nothing where no place has both."""
+    """Yields one sentence on one run's early distances over another's of the same seed,
+    step, layer and kind: for each metric the least and the largest over places of each
+    place's geometric mean over seeds and steps. Distances of 0 are left out. Yields
+    nothing where no place has both runs."""
     values: dict[Metric, list[float]] = {}
     steps: set[int] = set()
     seeds: set[int] = set()
