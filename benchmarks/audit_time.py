@@ -21,7 +21,7 @@ from typing import Any
 
 from numdev.request_models import AuditRequest, CaseConfig, Choice
 from numdev.studies.audit.run import audit
-from numdev.studies.audit.timing import SECTIONS, TOTAL
+from numdev.studies.audit.section_timing import SECTIONS, TOTAL
 from numdev.system import System
 
 WARM_UP = {"layers": 1}

@@ -19,9 +19,9 @@ from small_functions import FUNCTIONS
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from numdev.exact.dtypes import is_floating
 from numdev.exact.evaluation import evaluate
-from numdev.exact.rounding import EveryOperation
+from numdev.exact.result_dtypes import is_floating
+from numdev.exact.rounded_results import EveryOperation
 from numdev.exact.wide_tensors import widened
 from numdev.formats import dtype_of, format_named
 

@@ -3,7 +3,7 @@
     PYTHONPATH=benchmarks python benchmarks/function_names.py [--format bfloat16 --only matmul --gradients --list]
 
 Of each of some fifty small functions wrong ones are made: of wrong arguments and results
-(`faults`), of each number that it computes with times 1.37, of every fifth other function
+(`planted_faults`), of each number that it computes with times 1.37, of every fifth other function
 that `causes` knows; and four that have no name (noise, rows in random order, columns
 scaled at random, one element). Each is computed exactly, rounded once to the format, and
 named as a check names it: in the format, else in float32. What errs by less than twice
@@ -26,13 +26,13 @@ import torch
 from small_functions import FUNCTIONS
 from torch import Tensor
 
-from numdev.exact.dtypes import is_floating
+from numdev.exact.result_dtypes import is_floating
 from numdev.formats import format_named, round_to
 from numdev.operations.function import other_references as others
 from numdev.operations.function.causes import LEAST_NUMBERS, TENFOLD, Search, causes_of
-from numdev.operations.function.faults import faults_of_inputs, faults_of_outputs
 from numdev.operations.function.other_numbers import numbers_of
 from numdev.operations.function.other_results import other_results
+from numdev.operations.function.planted_faults import faults_of_inputs, faults_of_outputs
 from numdev.operations.function.reference import FunctionReference
 from numdev.operations.function.trees import Values, arguments_of
 

@@ -6,7 +6,7 @@ which faulty ones does it see?
 For each of some fifty small functions (`--more`: of some forty others, by which no limit
 was chosen), forward and backward: what PyTorch's own run errs over what the rounding of
 its operations explains; how often sound versions fail (`sound`); how often faulty ones do
-(`numdev.operations.function.faults`, and errors of some doses), and which of these a
+(`numdev.operations.function.planted_faults`, and errors of some doses), and which of these a
 tolerance of 1e-2 passes. `--record FILE` writes all numbers."""
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from numdev.exact.dtypes import is_floating
-from numdev.exact.rounding import EveryOperation, Rounding
+from numdev.exact.result_dtypes import is_floating
+from numdev.exact.rounded_results import EveryOperation, Rounding
 from numdev.formats import format_of, round_to
-from numdev.operations.function.arithmetic import Arithmetic
+from numdev.operations.function.float32_error_model import Arithmetic
 from numdev.operations.function.function_runs import FunctionRun, run
 from numdev.operations.function.trees import as_real
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from numdev.exact.dtypes import is_floating
+from numdev.exact.result_dtypes import is_floating
 from numdev.formats import Format, format_named
 from numdev.gate.rules import Threshold, default_rules_for_functions
-from numdev.operations.function.faults import faults_of_inputs, faults_of_outputs
 from numdev.operations.function.function_runs import FunctionRun
 from numdev.operations.function.inputs import Make, calls_of
-from numdev.operations.function.judged import DRAWS, FunctionCall
+from numdev.operations.function.judged_call import DRAWS, FunctionCall
+from numdev.operations.function.planted_faults import faults_of_inputs, faults_of_outputs
 from numdev.operations.function.reference import FunctionReference
 from numdev.operations.function.trees import Values, as_real
 from numdev.report import BesideReference

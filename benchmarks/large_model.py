@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from numdev.request_models import BACKENDS, AuditRequest, Choice
 from numdev.studies.audit.run import audit
-from numdev.studies.audit.timing import SECTIONS, TOTAL
+from numdev.studies.audit.section_timing import SECTIONS, TOTAL
 
 VOCABULARY = 32000
 HEAD_DIM, WIDTH = 128, 4096  # of Llama-3-8B

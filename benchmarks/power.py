@@ -43,7 +43,7 @@ from numdev.gate.rules import default_rules
 from numdev.gate.threshold_tests import threshold_tests
 from numdev.kernels import Kernel
 from numdev.kernels.emulation.faults import CONTROLS
-from numdev.metrics.row_metrics import value_of
+from numdev.metrics.metric_values import value_of
 from numdev.report import DeviationRow, PlanRecord
 from numdev.sources.input_regimes import Shapes, draw
 from numdev.studies.audit import prepared_attention as bench_module

@@ -20,7 +20,7 @@ from numdev.gate.judging import check_system
 from numdev.gate.rules import Rules, default_rules_for_functions
 from numdev.kernels import import_callable
 from numdev.operations.function.inputs import calls_of, parameters_of
-from numdev.operations.function.judged import DRAWS
+from numdev.operations.function.judged_call import DRAWS
 from numdev.operations.function.problem_files import (
     SOLUTION,
     ModuleBuild,
@@ -33,8 +33,7 @@ from numdev.operations.function.reference import parameters_of_module
 from numdev.operations.function.trees import Arguments
 from numdev.report import FunctionReport, Outcome
 from numdev.studies.audit.function_for_script import ScriptTarget
-from numdev.studies.audit.function_kind import not_judged
-from numdev.studies.audit.function_power import parsed_tolerance
+from numdev.studies.audit.function_reports import not_judged
 from numdev.studies.audit.function_reproducer import reproducer_of
 from numdev.studies.audit.functions import (
     Asked,
@@ -47,6 +46,7 @@ from numdev.studies.audit.functions import (
     run_all,
 )
 from numdev.studies.audit.reproducer_script import name_of
+from numdev.studies.audit.tolerance_power import parsed_tolerance
 from numdev.system import System
 from numdev.testing import CheckResult, Thresholds, filled_text, rules_of
 

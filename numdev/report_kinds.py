@@ -26,7 +26,7 @@ R = TypeVar("R", bound="Report")
 
 REGISTERED: Mapping[str, str] = {
     "audit": "numdev.studies.audit.kind:AUDIT",
-    "function": "numdev.studies.audit.function_kind:FUNCTION",
+    "function": "numdev.studies.audit.function_reports:FUNCTION",
     "sweep": "numdev.studies.audit.kind:SWEEP",
     "effects": "numdev.studies.effects.kind:EFFECTS",
     "invariance": "numdev.studies.invariance.kind:INVARIANCE",

@@ -37,7 +37,7 @@ from numdev.operations.function.definitions import (
 )
 from numdev.operations.function.inputs import Make, calls_of, parsed_shapes
 from numdev.operations.function.process import FunctionProcess
-from numdev.operations.function.surroundings import Surroundings
+from numdev.operations.function.task_environment import Surroundings
 from numdev.operations.function.task_folders import (
     SUBMISSION,
     ImportedTask,
@@ -46,8 +46,8 @@ from numdev.operations.function.task_folders import (
 )
 from numdev.operations.function.trees import Arguments
 from numdev.studies.audit.function_for_script import ScriptTarget
-from numdev.studies.audit.function_power import parsed_tolerance
 from numdev.studies.audit.functions import Asked, RunAll, in_process, run_all
+from numdev.studies.audit.tolerance_power import parsed_tolerance
 from numdev.system import System
 from numdev.testing import CheckResult, Thresholds, rules_of
 

@@ -36,11 +36,11 @@ from numdev.studies.audit.check import (
     measured,
     untested_shapes,
 )
+from numdev.studies.audit.finding_reproducers import reproduce
 from numdev.studies.audit.isolation import attempt
 from numdev.studies.audit.plan import Plan, Planned, plan_formats, plan_kernels, recorded
-from numdev.studies.audit.reproduce import reproduce
 from numdev.studies.audit.reproducer_script import name_of
-from numdev.studies.audit.timing import Stopwatch
+from numdev.studies.audit.section_timing import Stopwatch
 from numdev.system import System
 from numdev.yamlfile import validated
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import MeasurementError
 from numdev.sources.capture import attention_implementation, capture
-from numdev.sources.projection import Projection, Projections
+from numdev.sources.query_projection import Projection, Projections
 from numdev.sources.upstream_gradients import (
     LANGUAGE,
     MODEL_LOSS,

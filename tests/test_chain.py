@@ -23,11 +23,11 @@ from numdev.kernels import Kernel, Output, find
 from numdev.kernels.emulation import forward as fwd
 from numdev.kernels.emulation.recipe import Recipe, changed, recipe
 from numdev.kernels.emulation.rounding import Rounder
-from numdev.sources.projection import Projection
+from numdev.sources.query_projection import Projection
 from numdev.studies.diagnose.bias_chain import Diagnosis, diagnose_call
 from numdev.studies.diagnose.cures import CURES, NONE, cure_rows, kernel_rows
 from numdev.studies.diagnose.exact_and_rounded_passes import exact_passes, rounded_passes
-from numdev.studies.diagnose.head_statistics import (
+from numdev.studies.diagnose.head_error_means import (
     BLOCKS,
     STEPS,
     largest_eigenvalue,

@@ -32,7 +32,7 @@ from numdev.studies.audit.plan import (
     plan_kernels,
 )
 from numdev.studies.audit.run import run_source
-from numdev.studies.audit.timing import Stopwatch
+from numdev.studies.audit.section_timing import Stopwatch
 from numdev.system import System
 from numdev.yamlfile import validated
 

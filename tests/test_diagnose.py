@@ -22,7 +22,7 @@ from numdev.report.io import with_digest
 from numdev.request_models import DiagnoseRequest
 from numdev.studies.diagnose import study
 from numdev.studies.diagnose.bias_chain import Diagnosis
-from numdev.studies.diagnose.checkpoint_series import Stage, find_stages
+from numdev.studies.diagnose.diagnosis_targets import Stage, find_stages
 from numdev.studies.diagnose.training_text import write_training_text
 from numdev.studies.training.config import TrainConfig, resolve
 from numdev.studies.training.study import train

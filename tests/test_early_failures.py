@@ -13,7 +13,7 @@ from loaded import ROOT
 
 from numdev.gate.rules import Rules
 from numdev.report import AuditReport, read
-from numdev.studies.audit.early_failures import EarlyFailures
+from numdev.studies.audit.early_failure_messages import EarlyFailures
 
 NEAR = {"expected_ratio": 1.09}  # within the limit for one head, beyond that of a median
 

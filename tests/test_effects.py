@@ -39,13 +39,13 @@ from numdev.report import read
 from numdev.report.document import Details, Document, Figures, StackedBars, Table
 from numdev.report.number_text import percent, si
 from numdev.request_models import effects_request
-from numdev.sources import capture, pipeline
+from numdev.sources import capture, diffusers_pipeline
 from numdev.sources.captured_calls import save_cases
 from numdev.studies.audit.isolation import attempt
 from numdev.studies.audit.plan import Planned
 from numdev.studies.effects import verdict
 from numdev.studies.effects.consistency import check_consistency
-from numdev.studies.effects.model_checks import Checks, run_checks
+from numdev.studies.effects.model_properties import Checks, run_checks
 from numdev.studies.effects.model_runs import _widen_model, _with_moved_embedding
 from numdev.studies.effects.output_error import (
     Scored,
@@ -493,7 +493,7 @@ def test_what_is_no_model_and_what_means_nothing_is_refused(
             pipeline,
             "--by-layer",
         ): "'by_layer' does not apply: pipeline is a diffusers pipeline",
-        (pipeline, "--stream"): "'stream' does not apply",
+        (diffusers_pipeline, "--stream"): "'stream' does not apply",
         ("demo", "--denoise", "2"): "demo is not a diffusers pipeline",
         (calls,): "got captured tensors",
         (grid,): "got a YAML file of attention cases",
@@ -541,7 +541,7 @@ def test_a_pipeline_starts_from_one_noise_in_every_format() -> None:
 
 
 def drawn_noise(seed: int, dtype: torch.dtype) -> torch.Tensor:
-    with pipeline._Noise(seed):
+    with diffusers_pipeline._Noise(seed):
         return torch.randn((3, 7), dtype=dtype, generator=torch.Generator())
 
 

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from numdev.errors import UsageError
 from numdev.exact.evaluation import Computing, computing, evaluate
-from numdev.exact.rounding import EveryOperation
+from numdev.exact.rounded_results import EveryOperation
 from numdev.exact.unsupported_operations import Unsupported
 from numdev.exact.wide_copies import wide_arguments
 from numdev.exact.wide_tensors import Wide, narrowed, widened

@@ -36,7 +36,7 @@ from numdev.operations.function.trees import Arguments
 from numdev.report import FunctionReport, Outcome, read, write
 from numdev.report.document import Table
 from numdev.report.number_text import three
-from numdev.studies.audit import function_kind
+from numdev.studies.audit import function_reports
 from numdev.studies.audit.functions import served
 from numdev.testing import CheckFailed, CheckResult, check_function, match
 
@@ -820,7 +820,7 @@ def test_each_format_has_a_table() -> None:
         torch.sigmoid, reference=torch.sigmoid, shapes="x=4x32",
         formats=("bfloat16", "float16"),
     )  # fmt: skip
-    tables = [x for x in function_kind.blocks(result.report) if isinstance(x, Table)]
+    tables = [x for x in function_reports.blocks(result.report) if isinstance(x, Table)]
     assert [table.title.rpartition(", ")[2] for table in tables] == [
         "bfloat16", "float16", "bfloat16", "float16"
     ]  # fmt: skip

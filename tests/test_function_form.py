@@ -16,7 +16,7 @@ from torch import Tensor
 from numdev.errors import UsageError
 from numdev.function_check import check_beside
 from numdev.operations.function.definitions import read_definition
-from numdev.operations.function.judged import FunctionCall
+from numdev.operations.function.judged_call import FunctionCall
 from numdev.operations.function.problem_files import ProblemFile
 from numdev.operations.function.reference import FunctionReference
 from numdev.operations.function.trees import arguments_of

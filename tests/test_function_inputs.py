@@ -19,7 +19,7 @@ from numdev.cli.main import cli
 from numdev.errors import UsageError
 from numdev.function_check import check_beside, check_problem
 from numdev.operations.function.input_influence import influences_of
-from numdev.operations.function.judged import FunctionCall
+from numdev.operations.function.judged_call import FunctionCall
 from numdev.operations.function.reference import FunctionReference
 from numdev.operations.function.trees import Arguments
 from numdev.report import FunctionReport, InputRecord, read, write

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import numdev
-from numdev.operations.function.missing_kernels import MissingKernels
+from numdev.operations.function.operators_without_kernel import MissingKernels
 
 
 @torch.library.custom_op("numdev_tests::third", mutates_args=())

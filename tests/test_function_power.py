@@ -21,8 +21,8 @@ from numdev.function_check import check_beside
 from numdev.operations.function.trees import Arguments
 from numdev.operations.function.wrong_kernels import COUNT, wrong_kernels
 from numdev.report import FunctionReport, Outcome, TolerancePower, read, write
-from numdev.studies.audit import function_power
-from numdev.studies.audit.function_power import parsed_tolerance
+from numdev.studies.audit import tolerance_power
+from numdev.studies.audit.tolerance_power import parsed_tolerance
 
 EXAMPLES = str(examples.__file__)
 ONES = [torch.ones(4), torch.ones(4)]
@@ -71,13 +71,13 @@ def test_fourteen_kernels_are_wrong_and_named_apart() -> None:
 def test_a_tolerance_passes_what_keeps_it_in_every_draw(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(function_power, "_outcome", lambda *_: Outcome.EXCEEDED)
+    monkeypatch.setattr(tolerance_power, "_outcome", lambda *_: Outcome.EXCEEDED)
     draws = [SimpleNamespace(plain=SimpleNamespace(outputs={"o": x})) for x in ONES]
     call = SimpleNamespace(draws=draws, others=draws)
     for errors, outcome in (((0.01, 0.01), "PASSED"), ((0.01, 2.0), "EXCEEDED")):
         results = iter([{"o": x + error} for x, error in zip(ONES, errors, strict=True)])
         kernel: Any = SimpleNamespace(words="w", outputs=lambda *_, r=results: next(r))
-        judge: Any = function_power._judged
+        judge: Any = tolerance_power._judged
         record = judge(kernel, call, "float32", (0.0, 0.1), None)
         assert record.tolerance is Outcome[outcome]
 

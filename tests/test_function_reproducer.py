@@ -25,7 +25,7 @@ from numdev.cli.main import cli
 from numdev.errors import MeasurementError, UsageError
 from numdev.function_check import check_beside, check_problem
 from numdev.metrics.bit_checksums import same
-from numdev.operations.function.judged import FunctionCall
+from numdev.operations.function.judged_call import FunctionCall
 from numdev.operations.function.reference import FunctionReference
 from numdev.operations.function.trees import Arguments
 from numdev.studies.audit.function_for_script import _unwritten_text

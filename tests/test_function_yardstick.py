@@ -14,20 +14,20 @@ from numdev.exact.evaluation import evaluate
 from numdev.exact.wide_tensors import widened
 from numdev.formats import FORMATS, round_to
 from numdev.function_check import check_beside
-from numdev.operations.function.arithmetic import (
+from numdev.operations.function.float32_error_model import (
     READ,
     Arithmetic,
     of_sum,
     returning_of,
     variance_of,
 )
-from numdev.operations.function.judged import Judge
+from numdev.operations.function.judged_call import Judge
 from numdev.operations.function.reference import (
     FunctionReference,
     moved_by_half_an_ulp,
 )
 from numdev.operations.function.shapes_and_dtypes import Form
-from numdev.operations.function.terms_of_sums import TERMS
+from numdev.operations.function.summed_term_counts import TERMS
 from numdev.operations.function.trees import (
     Arguments,
     arguments_of,

@@ -40,7 +40,7 @@ from numdev.studies.audit.isolation import (
 from numdev.studies.audit.journal import Journal
 from numdev.studies.audit.plan import Plan
 from numdev.studies.audit.run import run_source
-from numdev.studies.audit.timing import Stopwatch
+from numdev.studies.audit.section_timing import Stopwatch
 
 
 @pytest.fixture(scope="module")

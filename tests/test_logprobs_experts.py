@@ -17,9 +17,9 @@ from torch import nn
 
 from numdev.errors import MeasurementError
 from numdev.request_models import logprobs_request
-from numdev.studies.logprobs.expert_routing import NotReplayed, count_other
 from numdev.studies.logprobs.records import RecordedSequence
 from numdev.studies.logprobs.report import LogprobsReport
+from numdev.studies.logprobs.routing_replay import NotReplayed, count_other
 from numdev.studies.logprobs.study import logprobs
 from numdev.studies.logprobs.truth import ExactModel
 from tests.support import models

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from numdev.errors import UsageError
-from numdev.exact.rounding import round_values
+from numdev.exact.rounded_results import round_values
 from numdev.exact.wide_tensors import Wide
 from numdev.formats import format_named
 from numdev.request_models import demo_checkpoint

@@ -327,7 +327,7 @@ def test_the_alterations_reach_what_is_judged(
 def test_a_new_outcome_is_an_error_of_types_wherever_one_decides(tmp_path: Path) -> None:
     """mypy, with a member more in `Outcome`: an error at every `assert_never` that
     decides by one; as it is, none."""
-    outcomes = "numdev/report/records/outcomes.py"
+    outcomes = "numdev/report/records/judgement_outcomes.py"
     text = (ROOT / outcomes).read_text()
     last = '    PASSED = "passed"\n'
     assert text.count(last) == 1

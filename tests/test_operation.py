@@ -40,7 +40,7 @@ from numdev.studies.audit.kind import summarised
 from numdev.studies.audit.operation import Distance, Everything
 from numdev.studies.audit.plan import Task
 from numdev.studies.audit.run import provenance
-from numdev.studies.audit.timing import Stopwatch
+from numdev.studies.audit.section_timing import Stopwatch
 
 ROWS, WIDTH, EPS = 64, 256, 1e-6
 

@@ -19,7 +19,7 @@ from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError
 from numdev.request_models import AuditRequest, Choice
 from numdev.sources.case_sources import open_source
-from numdev.sources.pipeline import Painter
+from numdev.sources.diffusers_pipeline import Painter
 from numdev.system import System
 
 BLOCKS = 4  # of the UNet: down, middle, two in up; each with self and cross attention

@@ -35,8 +35,8 @@ from numdev.kernels import Kernel, find
 from numdev.kernels.reference import attend
 from numdev.sources.captured_calls import open_cases
 from numdev.studies.audit import reproducer_script as reproducer
+from numdev.studies.audit.finding_reproducers import observed_at_limit, reduce
 from numdev.studies.audit.prepared_attention import part
-from numdev.studies.audit.reproduce import observed_at_limit, reduce
 from numdev.system import System
 
 BARE = """

@@ -25,8 +25,8 @@ from numdev.formats import FORMATS
 from numdev.kernels import Output, context_parallel, find
 from numdev.kernels.context_parallel import together
 from numdev.kernels.emulation.kernel import emulated_step
+from numdev.kernels.key_shards import Merge, merge_parts, schedule
 from numdev.kernels.reference import gradients as exact_gradients
-from numdev.kernels.sharded import Merge, merge_parts, schedule
 from numdev.studies.audit.isolation import attempt
 from numdev.system import System
 

@@ -47,7 +47,7 @@ from numdev.report.number_text import three
 from numdev.report.renderers import html, markdown, terminal
 from numdev.report.views import document_of, gate
 from numdev.studies.audit import view as audit_view
-from numdev.studies.audit.failed_numbers import FailedNumbers
+from numdev.studies.audit.number_colouring import FailedNumbers
 from numdev.studies.diagnose import view as diagnose
 from numdev.studies.diagnose.head_ranking import DELTA
 from numdev.studies.diagnose.report import CureRow, HeadRow, KernelRow, Ranked

@@ -24,7 +24,7 @@ from numdev.report.number_text import percent, shade, short, si, three
 from numdev.report.summary import summarise
 from numdev.report.views import verdicts
 from numdev.studies.audit.view import maps
-from numdev.tensor_specs import ATTENTION_WORDS
+from numdev.tensor_properties import ATTENTION_WORDS
 
 # Of 0/0 in pandas: it must not get that far
 pytestmark = pytest.mark.filterwarnings("error")

@@ -26,8 +26,8 @@ from numdev.kernels import find, kernel_of_function
 from numdev.kernels.output import Output
 from numdev.kernels.reference import attend, gradients
 from numdev.operations.attention.explain import wrong_function
+from numdev.operations.attention.explain.alternative_outputs import in_digits
 from numdev.operations.attention.explain.call_sample import Alternative
-from numdev.operations.attention.explain.mistake_results import in_digits
 from numdev.operations.attention.explain.mistakes import variants
 from numdev.operations.attention.explain.wrong_function import CUT, far_off, suspect
 from numdev.operations.attention.explain.wrong_gradients import suspect_gradients

@@ -57,7 +57,7 @@ from numdev.studies.training.report import (
     TrainSummary,
     VariantRecord,
 )
-from numdev.studies.training.seed_training import STATE, WORKSPACE, deterministic
+from numdev.studies.training.side_by_side_training import STATE, WORKSPACE, deterministic
 from numdev.studies.training.study import train
 from numdev.studies.training.token_batches import load_tokens
 from numdev.studies.training.variant_training import largest_score, learning_rate

@@ -14,7 +14,7 @@ from test_train import GOLDEN, OTHERS
 
 from numdev.errors import MeasurementError
 from numdev.studies.training.config import TrainRequest
-from numdev.studies.training.seed_training import deterministic
+from numdev.studies.training.side_by_side_training import deterministic
 from numdev.studies.training.study import train
 from numdev.studies.training.token_batches import load_tokens
 from numdev.studies.training.variant_training import FIRST, Lane

@@ -27,8 +27,8 @@ import numdev
 from numdev.errors import UsageError
 from numdev.gate import rules as rule_book
 from numdev.gate.rules import Rules, Threshold, read_rules
-from numdev.metrics import row_metrics
-from numdev.metrics.row_metrics import ESTIMATED, MAXIMA, METRICS, TESTED, WHOLE
+from numdev.metrics import metric_values
+from numdev.metrics.metric_values import ESTIMATED, MAXIMA, METRICS, TESTED, WHOLE
 from numdev.report.io import with_digest
 
 sys.path.insert(0, str(ROOT / "scripts"))  # where altered_reports finds its neighbour
@@ -170,7 +170,7 @@ def test_a_metric_in_no_class_is_not_judged_where_rows_are_sampled(
 ) -> None:
     """One that somebody adds and forgets; where it is said to be exact, or all rows are
     there, it is judged."""
-    monkeypatch.setitem(row_metrics.DERIVED, "newest", lambda row: row.rms)
+    monkeypatch.setitem(metric_values.DERIVED, "newest", lambda row: row.rms)
     monkeypatch.setattr(rule_book, "METRICS", METRICS | {"newest"})
     if classified:
         monkeypatch.setattr(numdev.gate.threshold_tests, "WHOLE", WHOLE | {"newest"})

@@ -30,13 +30,13 @@ from numdev.report.number_text import ratio
 from numdev.sources.distributed import read_metadata
 from numdev.studies.training.weights.report import WeightsReport
 from numdev.studies.training.weights.study import KINDS, kind_by_name, weights
-from numdev.studies.training.weights.tensor_pairs import (
+from numdev.studies.training.weights.tensor_comparison import (
     CASTS,
     cast_costs,
     pool_sums,
     row_numbers,
 )
-from numdev.studies.training.weights.tensor_pairs import compare_pair as compared
+from numdev.studies.training.weights.tensor_comparison import compare_pair as compared
 from numdev.studies.training.weights.weight_sets import open_weights
 
 State = dict[str, Tensor]

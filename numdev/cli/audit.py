@@ -63,7 +63,7 @@ def audit(
     isolated = request.isolate and workers is None and scheduler is None
     with started(wanted=isolated) as process:  # it imports torch meanwhile
         from numdev.studies.audit.dask_workers import cluster_of, sharing
-        from numdev.studies.audit.early_failures import EarlyFailures
+        from numdev.studies.audit.early_failure_messages import EarlyFailures
         from numdev.studies.audit.run import audit as run
         from numdev.studies.audit.run import reproducers, running
 
@@ -141,7 +141,7 @@ def sweep(
     isolated = request.isolate and workers is None and scheduler is None
     with started(wanted=isolated) as process:  # it imports torch meanwhile
         from numdev.studies.audit.dask_workers import cluster_of, sharing
-        from numdev.studies.audit.early_failures import EarlyFailures
+        from numdev.studies.audit.early_failure_messages import EarlyFailures
         from numdev.studies.audit.run import reproducers, running
         from numdev.studies.audit.sweep import estimate, plan
         from numdev.studies.audit.sweep import sweep as run

@@ -393,7 +393,7 @@ def check_document(result: CheckResult) -> Document:
     from numdev.report import FunctionReport
     from numdev.report.document import Bullets, Document, Item, Paragraph, notes
     from numdev.report.views import verdicts
-    from numdev.studies.audit.function_kind import power_blocks
+    from numdev.studies.audit.function_reports import power_blocks
 
     report, lines = result.report, tuple(verdicts(result.report))
     # No crash

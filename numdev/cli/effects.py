@@ -34,7 +34,7 @@ def effects(
     name = f"effects-{Path(request.target).stem or 'model'}"
     directory = session.begin(name, request.model_dump(mode="json"))
     from numdev.studies.audit.dask_workers import cluster_of, sharing
-    from numdev.studies.effects.model_checks import reproducers
+    from numdev.studies.effects.model_properties import reproducers
     from numdev.studies.effects.study import effects as run
 
     cluster = cluster_of(workers, scheduler)

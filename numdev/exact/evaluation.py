@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
 from numdev.errors import UsageError
-from numdev.exact.dtypes import is_floating
 from numdev.exact.kernel_steps import Steps, kernel_steps, logsumexp
-from numdev.exact.rounding import EveryOperation, Rounding
+from numdev.exact.result_dtypes import is_floating
+from numdev.exact.rounded_results import EveryOperation, Rounding
 from numdev.exact.unsupported_operations import as_unsupported
 from numdev.exact.wide_copies import wide_arguments, wide_module
 from numdev.exact.wide_tensors import (

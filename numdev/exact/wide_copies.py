@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from numdev.exact.dtypes import is_floating
+from numdev.exact.result_dtypes import is_floating
 from numdev.exact.unsupported_operations import unsupported_error
 from numdev.exact.wide_tensors import Wide, widened
 

@@ -17,20 +17,20 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from numdev.errors import UsageError
-from numdev.exact.dtypes import (
-    compute_dtype,
-    is_floating,
-    is_floating_dtype,
-    promoted_dtype,
-    result_dtypes,
-)
 from numdev.exact.operator_arguments import (
     leaves_of,
     operator_argument,
     parameters_of,
     with_leaves,
 )
-from numdev.exact.rounding import Rounding, Unrounded, round_values, values_format
+from numdev.exact.result_dtypes import (
+    compute_dtype,
+    is_floating,
+    is_floating_dtype,
+    promoted_dtype,
+    result_dtypes,
+)
+from numdev.exact.rounded_results import Rounding, Unrounded, round_values, values_format
 from numdev.exact.unsupported_operations import (
     FREE,
     NUMPY,

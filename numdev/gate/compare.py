@@ -41,7 +41,7 @@ from numdev.gate.noise_model import (
     paired_rows,
     ratio_of_log,
 )
-from numdev.gate.row_checks import NUMBERS, Measured, Rows
+from numdev.gate.row_groups import NUMBERS, Measured, Rows
 from numdev.gate.row_pairs import R, RowKeys
 from numdev.grouping import grouped
 from numdev.report import (
@@ -57,7 +57,7 @@ from numdev.report import (
 )
 from numdev.report.number_text import label, ratio, three
 from numdev.report_kinds import judged_by, kind_of
-from numdev.tensor_specs import tensor_spec
+from numdev.tensor_properties import tensor_spec
 
 MUST = (
     *(

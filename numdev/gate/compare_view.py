@@ -10,7 +10,7 @@ from numdev.report import Axis, Curve, Figure, Places, Tick
 from numdev.report import document as doc
 from numdev.report.document import Cell, Column
 from numdev.report.number_text import NONE, label, ratio, si
-from numdev.tensor_specs import ATTENTION_WORDS, TENSORS, Words
+from numdev.tensor_properties import ATTENTION_WORDS, TENSORS, Words
 
 SHOWN = 12  # moves listed in the terminal; the page has ON_PAGE and moves.csv all
 ON_PAGE = 500

@@ -24,10 +24,10 @@ from numdev.gate.judgement import (
     Statement,
     Test,
 )
-from numdev.gate.row_checks import INFERRED, Rows
+from numdev.gate.row_groups import INFERRED, Rows
 from numdev.gate.threshold_tests import NOTHING
 from numdev.grouping import grouped
-from numdev.metrics.row_metrics import Value, lse_error, value_of
+from numdev.metrics.metric_values import Value, lse_error, value_of
 from numdev.report import (
     DeviationRow,
     Finding,
@@ -39,7 +39,7 @@ from numdev.report import (
     worst,
 )
 from numdev.report.number_text import label, multiple, power, si, three
-from numdev.tensor_specs import ATTENTION_WORDS, Words, tensor_spec
+from numdev.tensor_properties import ATTENTION_WORDS, Words, tensor_spec
 
 # What is wrong, by metric: how a sentence goes on that begins with the kernel. With
 # kernel and format it has at most 20 words; MORE has what the details add. `{units}` is

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal, NamedTuple, Required, TypedDict
 from pydantic import Field, SkipValidation
 
 from numdev.gate.rules import Limit
-from numdev.metrics.row_metrics import Value
+from numdev.metrics.metric_values import Value
 from numdev.report import DeviationRow, Outcome, Place, Record, Role, Standing
-from numdev.tensor_specs import tensor_spec
+from numdev.tensor_properties import tensor_spec
 
 RATIOS = frozenset(
     {

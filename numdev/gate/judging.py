@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from numdev.errors import MeasurementError
 from numdev.gate.findings import kernel_verdicts
 from numdev.gate.judgement import REQUIRED, SOMETHING, Judgement, Power, Test
-from numdev.gate.row_checks import CUT
+from numdev.gate.row_groups import CUT
 from numdev.gate.rules import Rules, default_rules, rules_as_data
 from numdev.report import Report, Standing, worst
 from numdev.report_kinds import judged_by

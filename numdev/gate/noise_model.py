@@ -20,11 +20,11 @@ import numpy as np
 from scipy.special import ndtri, stdtrit
 
 from numdev.gate.compare_report import About
-from numdev.gate.row_checks import NUMBERS, Key, Rows, options_text
+from numdev.gate.row_groups import NUMBERS, Key, Rows, options_text
 from numdev.grouping import grouped
-from numdev.metrics.row_metrics import interval_of, value_of
+from numdev.metrics.metric_values import interval_of, value_of
 from numdev.report import CallRecord, DeviationRow, Place
-from numdev.tensor_specs import tensor_spec
+from numdev.tensor_properties import tensor_spec
 
 LEAST = 1.05
 ALPHA = 0.01

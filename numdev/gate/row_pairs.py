@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 from numdev.gate.compare_report import About, Presence
-from numdev.gate.row_checks import Key
+from numdev.gate.row_groups import Key
 from numdev.report import Place, Who
 
 

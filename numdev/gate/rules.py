@@ -24,12 +24,12 @@ from pydantic import (
 )
 
 from numdev.errors import closest
-from numdev.metrics.row_metrics import METRICS, Value, value_of
+from numdev.metrics.metric_values import METRICS, Value, value_of
 from numdev.metrics.statistics import BIAS_ALPHA, BIAS_SEQUENCES
 from numdev.report import DeviationRow, Phase
 from numdev.report.number_text import power
 from numdev.report_kinds import REGISTERED, kind_of
-from numdev.tensor_specs import TENSORS, tensor_spec
+from numdev.tensor_properties import TENSORS, tensor_spec
 from numdev.yamlfile import Names, Strict, as_list, bundled_path, parse_bundled, read_yaml
 
 Judgeable = Literal["kernel", "baseline", "floor", "precision"]

@@ -18,7 +18,7 @@ from operator import attrgetter
 from typing import Literal
 
 from numdev.gate.judgement import RUNS, JudgedRow, PlantedDose, Power, Test
-from numdev.gate.row_checks import (
+from numdev.gate.row_groups import (
     INFERRED,
     NOT_MEASURED,
     Groups,
@@ -30,7 +30,7 @@ from numdev.gate.row_checks import (
 )
 from numdev.gate.rules import Limit, Rules, Selector, Threshold, matches_patterns
 from numdev.grouping import grouped
-from numdev.metrics.row_metrics import (
+from numdev.metrics.metric_values import (
     BESIDE_REFERENCE,
     ERRORS,
     ESTIMATED,
@@ -53,7 +53,7 @@ from numdev.report import (
     Who,
 )
 from numdev.report.number_text import three
-from numdev.tensor_specs import TENSORS, tensor_spec
+from numdev.tensor_properties import TENSORS, tensor_spec
 
 Lacking = tuple[DeviationRow, str]  # a row that is not judged, and why
 REASONS = 5  # calls whose inputs are not finite

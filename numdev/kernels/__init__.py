@@ -53,7 +53,7 @@ __all__ = ["Kernel", "Output", "Refused", "Requirement", "all_kernels", "find", 
 
 BUILT_IN = (
     "reference", "baseline", "emulation.kernel", "sdpa", "triton_flash.host", "flex",
-    "flash_attn", "flashinfer", "varlen", "inductor", "sharded", "context_parallel",
+    "flash_attn", "flashinfer", "varlen", "inductor", "key_shards", "context_parallel",
 )  # fmt: skip
 ENTRY_POINTS = "numdev.kernels"
 NOTHING = Requirement()

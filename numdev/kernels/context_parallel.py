@@ -32,9 +32,9 @@ from numdev import temporary_files
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, one_line
 from numdev.kernels import Output, Refused, Requirement, kernel
+from numdev.kernels.key_shards import claims, describe_shards
 from numdev.kernels.output import refuse, upstream, why_not
 from numdev.kernels.sdpa import FUSED, OPERATORS, REFUSALS, forced_backend
-from numdev.kernels.sharded import claims, describe_shards
 
 VALUES: Mapping[str, Sequence[object]] = {
     "inner": ("sdpa-flash", "sdpa-efficient", "sdpa-cudnn"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from numdev.metrics.row_metrics import ULPS
+from numdev.metrics.metric_values import ULPS
 from numdev.metrics.yardstick import Yardstick
 
 LEAST, MOST = ULPS

@@ -4,8 +4,8 @@ A report is plain data with a schema version. It needs neither torch nor a GPU t
 All that other packages need of `records` and `io` is exported here."""
 
 from numdev.report.io import read, replacing, write, write_csv
+from numdev.report.records.judgement_outcomes import *  # noqa: F403
 from numdev.report.records.measurements import *  # noqa: F403
-from numdev.report.records.outcomes import *  # noqa: F403
 from numdev.report.records.reports import *  # noqa: F403
 from numdev.report.records.summaries import *  # noqa: F403
 

@@ -32,7 +32,7 @@ from numdev.report import (
     Record,
 )
 from numdev.report.number_text import MOST, ratio
-from numdev.tensor_specs import ATTENTION_WORDS, Words, tensor_spec
+from numdev.tensor_properties import ATTENTION_WORDS, Words, tensor_spec
 
 METRICS = ["floor_ratio", "baseline_ratio", "expected_ratio", "flash_vs_precision"]
 """Metrics of which a summary has the median over heads, the largest, or where that is."""

@@ -27,7 +27,7 @@ from numdev.metrics.statistics import Mean, factor, interval
 from numdev.report import Axis, CellRow, Curve, DeviationRow, Figure, Point, Tick
 from numdev.report.number_text import MOST, ratio, si
 from numdev.request_models import SweepRequest
-from numdev.tensor_specs import tensor_spec
+from numdev.tensor_properties import tensor_spec
 
 _ERRORS = {
     "max_abs": ("max", "max error"),

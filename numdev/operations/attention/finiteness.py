@@ -19,7 +19,7 @@ from numdev.cases import AttentionCase, empty_rows
 from numdev.formats import Format, all_finite, round_to
 from numdev.metrics.finiteness import Outside, count_nonfinite
 from numdev.metrics.yardstick import finite, widened
-from numdev.tensor_specs import tensor_spec
+from numdev.tensor_properties import tensor_spec
 
 
 def elsewhere(

@@ -13,7 +13,7 @@ from statistics import median
 
 from numdev.report import WorstRow
 from numdev.report.number_text import power
-from numdev.tensor_specs import tensor_spec
+from numdev.tensor_properties import tensor_spec
 
 # Usual rows it takes to say what is unusual; a tie is one beside any number of them
 LEAST = 8

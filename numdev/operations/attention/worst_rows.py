@@ -21,7 +21,7 @@ from numdev.metrics.yardstick import Yardstick, finite
 from numdev.operations.attention.row_facts import of_keys, of_queries
 from numdev.operations.attention.unusual_rows import sentence
 from numdev.report import WorstRow
-from numdev.tensor_specs import tensor_spec
+from numdev.tensor_properties import tensor_spec
 
 TYPICAL = 32  # rows of the head that stand for what is usual there
 OF_SCORES = (

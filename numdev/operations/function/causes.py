@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from numdev.errors import MeasurementError, one_line
-from numdev.exact.rounding import values_format
+from numdev.exact.rounded_results import values_format
 from numdev.formats import Format, round_to
 from numdev.operations.function.other_numbers import (
     PROMISING,

@@ -20,10 +20,10 @@ from pydantic_core import from_json
 from torch import Tensor
 
 from numdev.errors import UsageError, one_line
-from numdev.exact.rounding import values_format
+from numdev.exact.rounded_results import values_format
 from numdev.operations.function.inputs import Make, normal_numbers
 from numdev.operations.function.shapes_and_dtypes import INTEGERS, short_name
-from numdev.operations.function.surroundings import Surroundings
+from numdev.operations.function.task_environment import Surroundings
 from numdev.operations.function.trees import Arguments
 from numdev.yamlfile import Loose, problem_of
 

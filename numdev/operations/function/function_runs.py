@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from numdev.cases import strided_as
 from numdev.errors import MeasurementError, one_line
-from numdev.exact.dtypes import is_floating
+from numdev.exact.result_dtypes import is_floating
 from numdev.metrics.bit_checksums import same
 from numdev.operations.function.trees import (
     Arguments,

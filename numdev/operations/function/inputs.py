@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from numdev.errors import UsageError, closest, one_line
-from numdev.exact.dtypes import is_floating
+from numdev.exact.result_dtypes import is_floating
 from numdev.formats import Format, dtype_of, round_to
 from numdev.metrics.bit_checksums import same
 from numdev.operations.function.trees import (

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch._ops import OpOverload
 
-from numdev.exact.rounding import Unrounded
+from numdev.exact.rounded_results import Unrounded
 from numdev.operations.function.other_operations import (
     Notes,
     OtherOperations,

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from numdev.exact.dtypes import is_floating
 from numdev.exact.operator_arguments import operator_argument
+from numdev.exact.result_dtypes import is_floating
 from numdev.exact.wide_tensors import Wide, widened
 from numdev.formats import FORMATS, Format, round_to
 

@@ -19,7 +19,11 @@ from torch import Tensor, nn
 
 from numdev.exact.wide_tensors import UNROUNDED
 from numdev.formats import FORMATS, Format, format_named
-from numdev.operations.function.faults import NARROWER, faults_of_inputs
+from numdev.operations.function.confusable_operations import (
+    EpsOutside,
+    to_base_two,
+    twins,
+)
 from numdev.operations.function.other_operations import (
     PRODUCTS,
     SUMS,
@@ -36,9 +40,9 @@ from numdev.operations.function.other_operations import (
     summed_in_blocks,
     truncated,
 )
+from numdev.operations.function.planted_faults import NARROWER, faults_of_inputs
 from numdev.operations.function.reference import FunctionReference
 from numdev.operations.function.trees import Arguments, Values
-from numdev.operations.function.twins import EpsOutside, to_base_two, twins
 
 MAX_CALLS = 8  # of an operator, of which one alone is changed
 BLOCKS = (16, 32, 64, 128, 256, 8, 4, 2, 1)  # terms of a sum, that are added at once

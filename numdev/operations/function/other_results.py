@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from numdev.operations.function.faults import mean_along_last, transposed
+from numdev.operations.function.planted_faults import mean_along_last, transposed
 from numdev.operations.function.reference import FunctionReference
 from numdev.operations.function.trees import Values
 from numdev.operations.row_places import in_words

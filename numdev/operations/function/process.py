@@ -30,7 +30,7 @@ from numdev.errors import MeasurementError, UsageError, one_line, signal_name
 from numdev.operations.function.function_runs import FunctionRun
 from numdev.operations.function.problem_files import ModuleBuild
 from numdev.operations.function.shapes_and_dtypes import INTEGERS
-from numdev.operations.function.surroundings import Surroundings
+from numdev.operations.function.task_environment import Surroundings
 from numdev.operations.function.trees import Arguments, Values
 
 LIMIT_S = 600.0  # for all draws of a call for the function, its compilation included

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 from numdev.exact.evaluation import evaluate
-from numdev.exact.rounding import Rounding, round_values, values_format
+from numdev.exact.rounded_results import Rounding, round_values, values_format
 from numdev.exact.wide_tensors import UNROUNDED, Wide, widened
-from numdev.operations.function.arithmetic import Arithmetic
+from numdev.operations.function.float32_error_model import Arithmetic
 from numdev.operations.function.function_runs import (
     OF_COMPILED,
     Cotangents,
@@ -25,7 +25,10 @@ from numdev.operations.function.function_runs import (
     private,
     run,
 )
-from numdev.operations.function.missing_kernels import MissingKernels, lacks_a_kernel
+from numdev.operations.function.operators_without_kernel import (
+    MissingKernels,
+    lacks_a_kernel,
+)
 from numdev.operations.function.trees import (
     Arguments,
     Values,

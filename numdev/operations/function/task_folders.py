@@ -21,7 +21,7 @@ import torch
 from numdev.errors import UsageError, one_line, why_no_file
 from numdev.kernels.parsed_files import parsed_file, why_not_imported
 from numdev.operations.function.inputs import Make, cuda_devices, parameters_of
-from numdev.operations.function.surroundings import Surroundings, uninitialised_is_nan
+from numdev.operations.function.task_environment import Surroundings, uninitialised_is_nan
 from numdev.operations.function.trees import Arguments
 from numdev.yamlfile import Loose, read_yaml
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 from numdev.cases import strided_as
-from numdev.exact.dtypes import is_floating
+from numdev.exact.result_dtypes import is_floating
 from numdev.exact.wide_tensors import Wide
-from numdev.tensor_specs import GRADIENT
+from numdev.tensor_properties import GRADIENT
 
 OUTPUT = "output"
 LONGEST_NAME = 70  # characters of a name, beside what tells two apart
@@ -192,7 +192,7 @@ def without_numbers(x: Tensor) -> str | None:
 
 def looks_unwritten(x: Tensor) -> bool:
     """Whether a tensor looks like memory for an output into which nobody has written
-    (`surroundings.uninitialised_is_nan`): it is NaN everywhere, or of integers the
+    (`task_environment.uninitialised_is_nan`): it is NaN everywhere, or of integers the
     largest number. False for fewer than two elements, or for a bool or complex tensor."""
     if x.numel() < 2 or x.dtype == torch.bool or x.is_complex():
         return False

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from numdev.operations.function.faults import (
+from numdev.operations.function.planted_faults import (
     SHARE,
     faults_of_outputs,
     narrower,

@@ -9,11 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from numdev.tensor_specs import ATTENTION_WORDS, Words
+from numdev.tensor_properties import ATTENTION_WORDS, Words
 
 Status = Literal["ok", "skipped", "failed"]
 Role = Literal["precision", "floor", "baseline", "kernel", "control"]
-# The name of an operation's tensor (`numdev.tensor_specs.tensor_spec`)
+# The name of an operation's tensor (`numdev.tensor_properties.tensor_spec`)
 Tensor = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]{0,79}$")]
 Phase = Literal["prefill", "decode"]
 Attends = Literal["self", "cross", "joint"]

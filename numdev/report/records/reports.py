@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field, field_validator
 
 import numdev
 from numdev.errors import UsageError, closest
+from numdev.report.records.judgement_outcomes import Outcome
 from numdev.report.records.measurements import (
     AttributionRow,
     CaseRecord,
@@ -28,10 +29,9 @@ from numdev.report.records.measurements import (
     WeightRow,
     WorstRow,
 )
-from numdev.report.records.outcomes import Outcome
 from numdev.report.records.summaries import AuditSummary, CellRow, Figure, SweepSummary
 from numdev.report.safe_text import plain
-from numdev.tensor_specs import ATTENTION_WORDS, Words
+from numdev.tensor_properties import ATTENTION_WORDS, Words
 
 if TYPE_CHECKING:
     import pandas

@@ -25,8 +25,8 @@ from numdev.report import (
 from numdev.report import document as doc
 from numdev.report.number_text import MOST, label, multiple, ratio, si, three
 from numdev.report_kinds import kind_of
-from numdev.studies.audit.timing import words as seconds
-from numdev.tensor_specs import ATTENTION_WORDS, Words
+from numdev.studies.audit.section_timing import words as seconds
+from numdev.tensor_properties import ATTENTION_WORDS, Words
 
 REPRODUCERS = "reproducers"
 TESTED = 2  # sentences on what was tested that a page shows at once

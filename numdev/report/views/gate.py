@@ -29,7 +29,7 @@ from numdev.report import document as doc
 from numdev.report.number_text import label, multiple, three
 from numdev.report.views import Verdicts, style_of, verdicts
 from numdev.report_kinds import judged_by
-from numdev.tensor_specs import ATTENTION_WORDS
+from numdev.tensor_properties import ATTENTION_WORDS
 
 SHOWN = 12  # offending rows, the worst of all rules first
 SENTENCES = 50  # problems: GitHub shows no summary that is longer than 1 MiB

@@ -40,9 +40,9 @@ from numdev.studies.audit.mistake_search import Failing
 from numdev.studies.audit.operation import Call, Operation, PreparedCall
 from numdev.studies.audit.plan import Plan, Planned, Task
 from numdev.studies.audit.prepared_attention import Bench, Selection, case_record
-from numdev.studies.audit.timing import Stopwatch
+from numdev.studies.audit.section_timing import Stopwatch
 from numdev.system import System
-from numdev.tensor_specs import tensor_spec
+from numdev.tensor_properties import tensor_spec
 
 # Rows of a report by kind: row, worst, profile, attribution
 Rows = Mapping[str, Sequence[Any]]

@@ -36,7 +36,7 @@ from numdev.studies.audit.mistake_search import Failing, conclude
 from numdev.studies.audit.plan import Plan
 from numdev.studies.audit.prepared_attention import case_record
 from numdev.studies.audit.run import provenance
-from numdev.studies.audit.timing import Stopwatch
+from numdev.studies.audit.section_timing import Stopwatch
 from numdev.system import System
 from numdev.yamlfile import bundled_path, read_yaml, validated
 

@@ -47,7 +47,7 @@ from numdev.studies.audit.isolation import (
 )
 from numdev.studies.audit.journal import first_difference
 from numdev.studies.audit.plan import Plan, Planned, Task, environment
-from numdev.studies.audit.timing import Stopwatch
+from numdev.studies.audit.section_timing import Stopwatch
 from numdev.system import System, visible_gpus
 
 if TYPE_CHECKING:

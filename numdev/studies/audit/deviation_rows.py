@@ -30,7 +30,7 @@ from numdev.report import NOT_PREDICTED, DeviationRow
 from numdev.studies.audit.isolation import Failure
 from numdev.studies.audit.operation import Call, Returned
 from numdev.studies.audit.plan import Task, recorded
-from numdev.tensor_specs import FIRST_OUTPUT, tensor_spec
+from numdev.tensor_properties import FIRST_OUTPUT, tensor_spec
 
 if TYPE_CHECKING:
     from numdev.studies.audit.explanations import Likeness

@@ -32,7 +32,7 @@ from numdev.kernels.reference import attend, gradients
 from numdev.kernels.reference.blocked import Gradients, Reference
 from numdev.metrics.deviation import Metrics, measure
 from numdev.metrics.histogram import by_ulps
-from numdev.metrics.row_metrics import lse_error
+from numdev.metrics.metric_values import lse_error
 from numdev.metrics.row_samples import starts
 from numdev.metrics.row_sums import Numbers
 from numdev.metrics.statistics import BIAS_ALPHA

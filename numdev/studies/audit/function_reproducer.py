@@ -25,22 +25,22 @@ from numdev.gate.judgement import RUNS
 from numdev.gate.rules import Rules
 from numdev.kernels import importable_path
 from numdev.operations.function.function_runs import FunctionRun
-from numdev.operations.function.judged import FunctionCall, Judge
+from numdev.operations.function.judged_call import FunctionCall, Judge
 from numdev.operations.function.reference import FunctionReference
 from numdev.operations.function.trees import Arguments
 from numdev.operations.function.yardstick import LEAST_ELEMENT, OF_U
 from numdev.report import Finding, Standing
 from numdev.report.safe_text import plain
-from numdev.studies.audit.function_power import tests_of_runs
+from numdev.studies.audit.finding_reproducers import FOLDER
 from numdev.studies.audit.functions import (
     Draw,
     FormatPart,
     calls_of_part,
 )
 from numdev.studies.audit.isolation import Failure
-from numdev.studies.audit.reproduce import FOLDER
 from numdev.studies.audit.reproducer_script import literal, literal_sequence, rendered
-from numdev.tensor_specs import GRADIENT
+from numdev.studies.audit.tolerance_power import tests_of_runs
+from numdev.tensor_properties import GRADIENT
 
 SECONDS = 5.0  # how long a call is made smaller
 FIGURES = {

@@ -46,7 +46,7 @@ from numdev.operations.function.inputs import (
     redrawn,
     trivial_names,
 )
-from numdev.operations.function.judged import (
+from numdev.operations.function.judged_call import (
     FEW,
     FunctionCall,
     Judge,
@@ -56,7 +56,7 @@ from numdev.operations.function.places import places_that_err
 from numdev.operations.function.problem_files import ModuleBuild, forms_of
 from numdev.operations.function.process import Answer, FunctionProcess, Work
 from numdev.operations.function.reference import FunctionReference
-from numdev.operations.function.surroundings import Surroundings
+from numdev.operations.function.task_environment import Surroundings
 from numdev.operations.function.trees import Arguments, Values, as_real, identifier
 from numdev.report import (
     AuditSummary,
@@ -74,7 +74,6 @@ from numdev.report import (
 from numdev.studies.audit.case_measurement import measure_task
 from numdev.studies.audit.deviation_rows import bare_row
 from numdev.studies.audit.function_for_script import ScriptTarget
-from numdev.studies.audit.function_power import power_of, tolerance_power
 from numdev.studies.audit.guarded_search import (
     GIVEN_UP,
     Named,
@@ -85,7 +84,8 @@ from numdev.studies.audit.isolation import Failure, Runner
 from numdev.studies.audit.operation import Distance, Everything
 from numdev.studies.audit.plan import Task
 from numdev.studies.audit.run import provenance
-from numdev.studies.audit.timing import Stopwatch
+from numdev.studies.audit.section_timing import Stopwatch
+from numdev.studies.audit.tolerance_power import power_of, tolerance_power
 from numdev.system import System
 
 FAR_OFF = 2.0  # times what rounding explains: from there on a cause is looked for

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from numdev.gate.compare_report import Compared
 from numdev.gate.findings import findings_in
 from numdev.gate.judgement import Beside, Judgement
-from numdev.gate.row_checks import Measured, check_whole
+from numdev.gate.row_groups import Measured, check_whole
 from numdev.gate.row_pairs import RowKeys
 from numdev.gate.rules import Rules
 from numdev.gate.threshold_tests import power_of, tests_of_rows
@@ -15,7 +15,7 @@ from numdev.report import AuditReport, CaseRecord, DeviationRow, Finding, SweepR
 from numdev.report.summary import summarise
 from numdev.report_kinds import Judged, Kind
 from numdev.studies.audit import sweep_view, view
-from numdev.tensor_specs import ATTENTION_WORDS
+from numdev.tensor_properties import ATTENTION_WORDS
 
 TAKE_SINKS = (
     "Nothing was judged: every call has attention sinks, and no kernel that was "

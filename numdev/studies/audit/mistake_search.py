@@ -22,7 +22,7 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase
 from numdev.formats import FORMATS, Format
-from numdev.gate.row_checks import INFERRED
+from numdev.gate.row_groups import INFERRED
 from numdev.grouping import grouped
 from numdev.kernels import Kernel, Output
 from numdev.kernels.output import GRADIENTS

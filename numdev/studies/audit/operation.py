@@ -20,7 +20,7 @@ from numdev.metrics.finiteness import Outside
 from numdev.metrics.row_samples import Strata
 from numdev.metrics.yardstick import Yardstick
 from numdev.studies.audit.isolation import Runner
-from numdev.studies.audit.timing import Stopwatch
+from numdev.studies.audit.section_timing import Stopwatch
 from numdev.system import System
 
 

@@ -47,8 +47,8 @@ from numdev.operations.attention.finiteness import (
 from numdev.report import CaseRecord
 from numdev.studies.audit.isolation import Failure, attempt
 from numdev.studies.audit.operation import Distance
-from numdev.studies.audit.timing import Stopwatch
-from numdev.tensor_specs import ATTENTION, tensor_spec
+from numdev.studies.audit.section_timing import Stopwatch
+from numdev.tensor_properties import ATTENTION, tensor_spec
 
 KV_TENSORS = tuple(spec.name for spec in ATTENTION if spec.sums_over_rows)
 # By tensor, the field of a reference with its term scale.

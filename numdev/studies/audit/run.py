@@ -35,12 +35,12 @@ from numdev.studies.audit.case_measurement import (
 )
 from numdev.studies.audit.dask_workers import Cluster, Workers, at_work
 from numdev.studies.audit.explanations import most
+from numdev.studies.audit.finding_reproducers import FOLDER, reproduce
 from numdev.studies.audit.isolation import Isolated, Runner, attempt
 from numdev.studies.audit.journal import Journal
 from numdev.studies.audit.plan import Plan, Planned, header
 from numdev.studies.audit.prepared_attention import Selection
-from numdev.studies.audit.reproduce import FOLDER, reproduce
-from numdev.studies.audit.timing import Stopwatch
+from numdev.studies.audit.section_timing import Stopwatch
 from numdev.studies.audit.worker_start import WorkerProcess
 from numdev.system import System
 

@@ -24,7 +24,7 @@ from numdev.studies.audit.case_measurement import Unmeasured, measured_here
 from numdev.studies.audit.isolation import Runner
 from numdev.studies.audit.plan import Plan, Planned, recorded
 from numdev.studies.audit.run import run_plan
-from numdev.studies.audit.timing import Stopwatch
+from numdev.studies.audit.section_timing import Stopwatch
 from numdev.system import System
 
 

@@ -11,7 +11,7 @@ from numdev.report import CellRow, DeviationRow, SweepReport
 from numdev.report import document as doc
 from numdev.report.document import Cell, Column
 from numdev.report.number_text import NONE, label, ratio, shade, si
-from numdev.studies.audit.failed_numbers import FailedNumbers
+from numdev.studies.audit.number_colouring import FailedNumbers
 
 CROWDED = 24  # places on an axis from which on curves are behind the table, not below it
 FIRST = {"kernel": 0, "control": 1, "baseline": 2, "floor": 3, "precision": 4}

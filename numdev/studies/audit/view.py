@@ -11,7 +11,7 @@ from dataclasses import replace
 from operator import add, attrgetter
 
 from numdev.grouping import grouped
-from numdev.metrics.row_metrics import ULPS
+from numdev.metrics.metric_values import ULPS
 from numdev.report import (
     AuditReport,
     Axis,
@@ -31,8 +31,8 @@ from numdev.report import (
 from numdev.report import document as doc
 from numdev.report.document import Cell, Column, Item, floor_cell
 from numdev.report.number_text import NONE, SHADES, label, ratio, shade, short, si
-from numdev.studies.audit.failed_numbers import FailedNumbers
-from numdev.tensor_specs import Words, tensor_spec
+from numdev.studies.audit.number_colouring import FailedNumbers
+from numdev.tensor_properties import Words, tensor_spec
 
 REASONS = 3  # that are said of a kernel that did not run
 LEGEND = (

@@ -28,11 +28,11 @@ from numdev.kernels.emulation.backward import SavedForward
 from numdev.kernels.emulation.recipe import Recipe
 from numdev.kernels.emulation.rounding import Rounder, plain_arithmetic
 from numdev.kernels.reference.blocked import nonzero, row_blocks
-from numdev.sources.projection import Projection
+from numdev.sources.query_projection import Projection
 from numdev.studies.diagnose import exact_and_rounded_passes
-from numdev.studies.diagnose import head_statistics as stats
+from numdev.studies.diagnose import head_error_means as stats
 from numdev.studies.diagnose.exact_and_rounded_passes import Computed, Truth
-from numdev.studies.diagnose.head_statistics import Columns
+from numdev.studies.diagnose.head_error_means import Columns
 from numdev.studies.diagnose.report import CallFields, HeadRow
 
 # How far from its row's largest score another is nearly tied, as in the paper

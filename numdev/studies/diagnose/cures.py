@@ -25,7 +25,7 @@ from numdev.studies.diagnose.exact_and_rounded_passes import (
     Truth,
     rounded_passes,
 )
-from numdev.studies.diagnose.head_statistics import (
+from numdev.studies.diagnose.head_error_means import (
     Numbers,
     bias_and_t,
     mean_by_head,

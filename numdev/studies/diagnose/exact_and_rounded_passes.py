@@ -25,8 +25,8 @@ from numdev.kernels.emulation.recipe import EXACT, SITES, Recipe
 from numdev.kernels.emulation.rounding import Rounder, plain_arithmetic, rounding
 from numdev.kernels.output import upstream
 from numdev.kernels.reference import blocked, gradients
-from numdev.sources.projection import Projection
-from numdev.studies.diagnose.head_statistics import norm_by_head, rms_by_head
+from numdev.sources.query_projection import Projection
+from numdev.studies.diagnose.head_error_means import norm_by_head, rms_by_head
 
 BLOCKS_AT_ONCE = 8  # blocks of scores in memory at once, each so much smaller
 PRODUCT = ("pv", "accumulator", "state")  # the sites of the product P V

@@ -1,7 +1,7 @@
 """What the report of `numdev diagnose` consists of, in the letters of Qiu & Yao, arXiv
 2510.04212 (docs/derivations.md). An error is the computed value less the exact one in
 fp64, from the same rounded q, k, v and dO. Ulps and t are those of
-`numdev.studies.diagnose.head_statistics`."""
+`numdev.studies.diagnose.head_error_means`."""
 
 from __future__ import annotations
 

@@ -42,15 +42,15 @@ from numdev.sources.case_sources import (
     open_source,
 )
 from numdev.sources.files import identity, sha256, some
-from numdev.sources.projection import Projection
+from numdev.sources.query_projection import Projection
 from numdev.studies.audit.journal import Journal, Row
 from numdev.studies.audit.plan import Planned, digest, header, recorded
 from numdev.studies.audit.run import Progress, provenance
-from numdev.studies.audit.timing import Stopwatch
+from numdev.studies.audit.section_timing import Stopwatch
 from numdev.studies.diagnose import report as records
 from numdev.studies.diagnose.bias_chain import diagnose_call
-from numdev.studies.diagnose.checkpoint_series import YAML, Stage, find_stages
 from numdev.studies.diagnose.cures import CURES, Cure, cure_rows, kernel_rows
+from numdev.studies.diagnose.diagnosis_targets import YAML, Stage, find_stages
 from numdev.studies.diagnose.head_ranking import (
     answer_sentences,
     leading_head,

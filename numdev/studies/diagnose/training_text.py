@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from numdev.errors import UsageError
 from numdev.request_models import DiagnoseRequest
-from numdev.studies.diagnose.checkpoint_series import Stage
+from numdev.studies.diagnose.diagnosis_targets import Stage
 from numdev.studies.training.config import DataConfig, ModelConfig
 from numdev.studies.training.token_batches import load_tokens
 from numdev.studies.training.weights.run_checkpoints import read_training_json

@@ -7,7 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from numdev.gate.row_checks import (
+from numdev.gate.row_groups import (
     HUGE,
     format_differences,
     refuse_contradictions,

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, Refused
-from numdev.exact.dtypes import is_floating
+from numdev.exact.result_dtypes import is_floating
 from numdev.exact.wide_tensors import Wide, widened
 from numdev.formats import Format, dtype_of, format_named, format_of, round_to
 from numdev.kernels import Output, find
@@ -35,7 +35,7 @@ from numdev.kernels.reference import attend
 from numdev.sources.capture import Unseen, module_hooks, run_with_answers
 from numdev.sources.case_sources import CheckpointSource
 from numdev.sources.checkpoint import Checkpoint, Deferred, Streamed
-from numdev.sources.pipeline import PictureSource
+from numdev.sources.diffusers_pipeline import PictureSource
 from numdev.sources.upstream_gradients import to_model_device
 from numdev.studies.audit.deviation_rows import options_set
 from numdev.studies.audit.isolation import Failure, Runner

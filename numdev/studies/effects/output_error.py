@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from numdev.errors import MeasurementError
-from numdev.exact.dtypes import is_floating
+from numdev.exact.result_dtypes import is_floating
 from numdev.exact.wide_tensors import widened
 from numdev.studies.effects.report import Fields
 

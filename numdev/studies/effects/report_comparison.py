@@ -16,7 +16,7 @@ from numdev.gate.compare_report import (
     Presence,
 )
 from numdev.gate.noise_model import FAR, is_within_scatter, may_differ_by_chance
-from numdev.gate.row_checks import Key
+from numdev.gate.row_groups import Key
 from numdev.gate.row_pairs import (
     both_sides,
     lost_numbers,

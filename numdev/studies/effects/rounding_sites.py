@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
-from numdev.exact.dtypes import is_floating
 from numdev.exact.evaluation import Computing
-from numdev.exact.rounding import round_number, round_values, values_format
+from numdev.exact.result_dtypes import is_floating
+from numdev.exact.rounded_results import round_number, round_values, values_format
 from numdev.exact.wide_tensors import Wide
 from numdev.formats import Format, dtype_of
 from numdev.sources.capture import QKV, attention_modules, module_hooks

@@ -23,15 +23,15 @@ from numdev.request_models import AuditRequest, Choice, EffectsRequest, Reading
 from numdev.sources.capture import HINT, attention_modules, layer_of
 from numdev.sources.captured_calls import holds_cases
 from numdev.sources.case_sources import CheckpointSource, open_source, refuse_options
+from numdev.sources.diffusers_pipeline import PictureSource, PipelineSource
 from numdev.sources.files import naming
-from numdev.sources.pipeline import PictureSource, PipelineSource
 from numdev.studies.audit.dask_workers import Cluster, client_of, shared_by, shared_out
 from numdev.studies.audit.isolation import Failure, Isolated, Runner, attempt
 from numdev.studies.audit.journal import Journal
 from numdev.studies.audit.plan import Planned, digest, header, plan_formats, plan_kernels
 from numdev.studies.audit.run import Progress, Say, describe, provenance
-from numdev.studies.audit.timing import Stopwatch
-from numdev.studies.effects.model_checks import run_checks
+from numdev.studies.audit.section_timing import Stopwatch
+from numdev.studies.effects.model_properties import run_checks
 from numdev.studies.effects.model_runs import Inputs, Source, Subject, first_nonfinite
 from numdev.studies.effects.output_error import (
     Scored,

@@ -19,7 +19,7 @@ from numdev.gate.compare_report import (
     Presence,
 )
 from numdev.gate.noise_model import FAR, log_ratio, may_differ_by_chance, ratio_of_log
-from numdev.gate.row_checks import Key
+from numdev.gate.row_groups import Key
 from numdev.gate.row_pairs import (
     both_sides,
     lost_numbers,

@@ -39,6 +39,7 @@ from numdev.request_models import (
 )
 from numdev.sources.case_sources import CheckpointSource, Source, open_source
 from numdev.studies.audit.deviation_rows import options_set
+from numdev.studies.audit.finding_reproducers import written
 from numdev.studies.audit.isolation import (
     Failure,
     Isolated,
@@ -57,10 +58,9 @@ from numdev.studies.audit.plan import (
     plan_kernels,
 )
 from numdev.studies.audit.prepared_attention import settled
-from numdev.studies.audit.reproduce import written
 from numdev.studies.audit.reproducer_script import folder_of
 from numdev.studies.audit.run import Progress, Say, describe, provenance
-from numdev.studies.audit.timing import Stopwatch
+from numdev.studies.audit.section_timing import Stopwatch
 from numdev.studies.invariance.axes import (
     PLAIN,
     VARIANTS,
@@ -69,7 +69,6 @@ from numdev.studies.invariance.axes import (
     without_positions,
 )
 from numdev.studies.invariance.call_layouts import wrap_kernel
-from numdev.studies.invariance.cause import cause_fields
 from numdev.studies.invariance.differences import (
     EXACT,
     Forms,
@@ -90,6 +89,7 @@ from numdev.studies.invariance.report import (
     OfWay,
     Way,
 )
+from numdev.studies.invariance.tiling_cause import cause_fields
 from numdev.studies.invariance.verdict import ALIKE
 from numdev.system import System
 

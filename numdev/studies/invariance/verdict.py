@@ -31,7 +31,7 @@ from numdev.studies.invariance.report import (
     InvarianceSummary,
     ModelRow,
 )
-from numdev.tensor_specs import tensor_spec
+from numdev.tensor_properties import tensor_spec
 from numdev.yamlfile import Strict
 
 # By axis the axes along which a dependence on it shows too; these are then not accused

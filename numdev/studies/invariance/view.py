@@ -20,7 +20,7 @@ from numdev.studies.invariance.answers import (
 )
 from numdev.studies.invariance.report import InvarianceReport, InvarianceRow, ModelRow
 from numdev.studies.invariance.verdict import axis_answers, other_form_in_words
-from numdev.tensor_specs import TENSORS
+from numdev.tensor_properties import TENSORS
 
 SAME = "same"
 LEGEND = (

@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
-from numdev.gate.row_checks import HUGE, refuse_contradictions
+from numdev.gate.row_groups import HUGE, refuse_contradictions
 from numdev.studies.logprobs.causes import KINDS
 from numdev.studies.logprobs.costs import FIXES, UNDONE
 from numdev.studies.logprobs.report import (

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from numdev.errors import UsageError
 from numdev.gate.compare_report import About, Compared, Group, Move
-from numdev.gate.row_checks import Key
+from numdev.gate.row_groups import Key
 from numdev.gate.row_pairs import (
     lost_numbers,
     measured_pairs,

@@ -33,7 +33,6 @@ from numdev.studies.logprobs.costs import (
     pair_cost_rows,
     side_cost_rows,
 )
-from numdev.studies.logprobs.expert_routing import NotReplayed, count_other
 from numdev.studies.logprobs.joining import join
 from numdev.studies.logprobs.lazy_sequences import in_file
 from numdev.studies.logprobs.pair_causes import shared_alternatives
@@ -56,6 +55,7 @@ from numdev.studies.logprobs.report import (
     SideRow,
     WorstToken,
 )
+from numdev.studies.logprobs.routing_replay import NotReplayed, count_other
 from numdev.studies.logprobs.side_settings import (
     common,
     recipe_of,

@@ -34,13 +34,6 @@ from numdev.studies.audit.run import describe
 from numdev.studies.effects.model_runs import Subject
 from numdev.studies.effects.output_error import outputs_by_name
 from numdev.studies.effects.rounding_sites import SITES
-from numdev.studies.logprobs.expert_routing import (
-    Choice,
-    NotReplayed,
-    RouterCalls,
-    Routing,
-    routing_of,
-)
 from numdev.studies.logprobs.model_variants import (
     ADAPTER_DOSES,
     CACHES,
@@ -51,6 +44,13 @@ from numdev.studies.logprobs.model_variants import (
     round_head,
 )
 from numdev.studies.logprobs.records import RecordedSequence
+from numdev.studies.logprobs.routing_replay import (
+    Choice,
+    NotReplayed,
+    RouterCalls,
+    Routing,
+    routing_of,
+)
 from numdev.system import System
 
 Attention = Literal["sdpa", "eager"]

@@ -1,9 +1,9 @@
 """`numdev train`: variants of a small network, trained in lockstep from the same start.
 
 Seeds come one after the other, their variants side by side
-(`numdev.studies.training.seed_training`). Rows are journalled by seed and step; beside
-the journal is the state to continue from. Steps that were measured after the state was
-saved are computed again, and not recorded twice."""
+(`numdev.studies.training.side_by_side_training`). Rows are journalled by seed and step;
+beside the journal is the state to continue from. Steps that were measured after the state
+was saved are computed again, and not recorded twice."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from numdev.studies.audit.isolation import fitting_threads
 from numdev.studies.audit.journal import Journal
 from numdev.studies.audit.plan import Planned, digest, header, recorded
 from numdev.studies.audit.run import Progress, provenance
-from numdev.studies.audit.timing import Stopwatch
+from numdev.studies.audit.section_timing import Stopwatch
 from numdev.studies.training import checkpoint_writing, figures
 from numdev.studies.training.answer_sentences import answer_sentences
 from numdev.studies.training.config import ResolvedVariant, TrainRequest
@@ -38,7 +38,7 @@ from numdev.studies.training.report import (
     TrainSummary,
     VariantRecord,
 )
-from numdev.studies.training.seed_training import (
+from numdev.studies.training.side_by_side_training import (
     PARTLY,
     STATE,
     Lockstep,

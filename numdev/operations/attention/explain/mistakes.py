@@ -3,7 +3,7 @@
 Each family takes an `AttentionCase` and yields a cause in words with the fields it
 changes, where the mistake is possible and would change what is computed. The answer is
 the fp64 reference's of the changed case. Mistakes that are no case are in
-`numdev.operations.attention.explain.mistake_results`."""
+`numdev.operations.attention.explain.alternative_outputs`."""
 
 from __future__ import annotations
 

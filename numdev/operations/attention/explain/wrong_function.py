@@ -21,16 +21,16 @@ from numdev.formats import format_of
 from numdev.kernels.reference.blocked import Reference
 from numdev.metrics.deviation import Metrics
 from numdev.metrics.yardstick import finite
+from numdev.operations.attention.explain.alternative_outputs import (
+    SOMEWHERE,
+    alternatives,
+    estimated,
+)
 from numdev.operations.attention.explain.call_sample import (
     HEAD_KEYS,
     MAX_HEADS,
     Alternative,
     Probe,
-)
-from numdev.operations.attention.explain.mistake_results import (
-    SOMEWHERE,
-    alternatives,
-    estimated,
 )
 from numdev.operations.attention.explain.mistakes import scales
 from numdev.operations.row_places import in_words, phrases_for_other_lengths

@@ -20,8 +20,8 @@ from numdev.cases import AttentionCase, empty_rows
 from numdev.formats import format_of
 from numdev.kernels.output import GRADIENTS, Output, pull_back, upstream
 from numdev.kernels.reference import attend, gradients
+from numdev.operations.attention.explain.alternative_outputs import in_digits, refined
 from numdev.operations.attention.explain.call_sample import all_scores, rescored
-from numdev.operations.attention.explain.mistake_results import in_digits, refined
 from numdev.operations.attention.explain.mistakes import instances, variants
 from numdev.operations.attention.explain.wrong_function import ALIKE, CUT, Suspicion
 

@@ -26,7 +26,7 @@ from numdev.metrics.yardstick import widened
 from numdev.report import Figure
 from numdev.report.io import claim_directory
 from numdev.studies.audit.run import Progress, provenance
-from numdev.studies.audit.timing import Stopwatch
+from numdev.studies.audit.section_timing import Stopwatch
 from numdev.studies.training import figures
 from numdev.studies.training.report import VariantRole
 from numdev.studies.training.weights import report as records

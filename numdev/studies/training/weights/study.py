@@ -23,10 +23,10 @@ from numdev.report.number_text import ratio, si
 from numdev.sources.containers import StoredTensor
 from numdev.sources.files import identity, some
 from numdev.studies.audit.run import Progress, provenance
-from numdev.studies.audit.timing import Stopwatch
+from numdev.studies.audit.section_timing import Stopwatch
 from numdev.studies.training.report import Fields
 from numdev.studies.training.weights import report as records
-from numdev.studies.training.weights import tensor_pairs
+from numdev.studies.training.weights import tensor_comparison
 from numdev.studies.training.weights.weight_sets import WeightSet, open_weights
 from numdev.system import System
 
@@ -83,7 +83,9 @@ IS_BLIND = (
     "weights differ by."
 )
 
-Measured = tuple[records.TensorRow, tensor_pairs.Sums]  # a tensor's row, and its sums
+Measured = tuple[
+    records.TensorRow, tensor_comparison.Sums
+]  # a tensor's row, and its sums
 
 
 def weights(
@@ -173,18 +175,18 @@ class WeightComparison:
         last = None
         for name, other, of, against in self.matching_tensors(progress):
             if against is not last:  # the casts are the same for all other sets
-                costs, last = tensor_pairs.cast_costs(against), against
-            sums = tensor_pairs.compare_pair(of, against, costs)
+                costs, last = tensor_comparison.cast_costs(against), against
+            sums = tensor_comparison.compare_pair(of, against, costs)
             row = records.TensorRow(
                 of=other.name,
                 against=self.first.name,
                 tensor=name,
                 kind=kind_by_name(name),
                 shape=tuple(against.shape),
-                stored_of=tensor_pairs.dtype_name(of),
-                stored_against=tensor_pairs.dtype_name(against),
+                stored_of=tensor_comparison.dtype_name(of),
+                stored_against=tensor_comparison.dtype_name(against),
                 zero=not bool(of.any()) and not bool(against.any()),
-                **tensor_pairs.row_numbers(sums),
+                **tensor_comparison.row_numbers(sums),
             )
             nonfinite = ((other, row.nonfinite_of), (self.first, row.nonfinite_against))
             for source, count in nonfinite:
@@ -254,7 +256,7 @@ class WeightComparison:
         except MeasurementError as error:
             self.add_remark(source, name, "damaged", f"cannot be read: {error.message}")
             return None
-        if why := tensor_pairs.unfit_reason(tensor):
+        if why := tensor_comparison.unfit_reason(tensor):
             self.add_remark(source, name, "not compared", why)
             return None
         return tensor.detach().to(self.device)  # a saved Parameter would record a graph
@@ -303,11 +305,11 @@ def group_fields(measured: Sequence[Measured]) -> Fields:
     largest = max(ratios, key=lambda name: ratios[name], default=None)
     most_changed = max(changes, key=lambda name: changes[name], default=None)
     median = statistics.median(ratios.values()) if ratios else None
-    sums = tensor_pairs.pool_sums([sums for _, sums in measured])
+    sums = tensor_comparison.pool_sums([sums for _, sums in measured])
     return {
         "of": rows[0].of,
         "against": rows[0].against,
-        **tensor_pairs.row_numbers(sums, "mean_w1"),
+        **tensor_comparison.row_numbers(sums, "mean_w1"),
         "tensors": len(rows),
         "identical": sum(row.is_equal for row in rows),
         "zeros": sum(row.zero for row in rows),
@@ -323,7 +325,7 @@ def _coarser_cast(rows: Sequence[records.TensorRow]) -> str | None:
     """Returns the first of CASTS that is coarser than the formats in which more than half
     of the first set's tensors are stored; None where no cast is. `rows`: at least one."""
     stored = [FORMATS[row.stored_against].precision for row in rows]
-    for name in tensor_pairs.CASTS:
+    for name in tensor_comparison.CASTS:
         precision = FORMATS[name].precision
         if 2 * sum(precision < p for p in stored) > len(rows):
             return name

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from numdev.errors import MeasurementError
-from numdev.exact.dtypes import is_floating
 from numdev.exact.kernel_steps import why_kernels_err
-from numdev.exact.rounding import values_format
+from numdev.exact.result_dtypes import is_floating
+from numdev.exact.rounded_results import values_format
 from numdev.formats import FORMATS, Format, round_to
 from numdev.operations.function.function_runs import FunctionRun
 from numdev.operations.function.inputs import differ_in_values, shuffled

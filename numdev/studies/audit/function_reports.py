@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from numdev.gate.findings import findings_in, joined_words
 from numdev.gate.judgement import Judgement, Statement, Test
-from numdev.gate.row_checks import check_whole
+from numdev.gate.row_groups import check_whole
 from numdev.gate.rules import Rules, default_rules, default_rules_for_functions
 from numdev.gate.threshold_tests import tests_of_rows
 from numdev.grouping import grouped
@@ -24,9 +24,9 @@ from numdev.report import document as doc
 from numdev.report.document import Cell, Column
 from numdev.report.number_text import ratio, si, three
 from numdev.report_kinds import Judged, Kind
-from numdev.studies.audit.failed_numbers import FailedNumbers
 from numdev.studies.audit.kind import moves
-from numdev.tensor_specs import GRADIENT
+from numdev.studies.audit.number_colouring import FailedNumbers
+from numdev.tensor_properties import GRADIENT
 
 SOUND = 1.1  # times the floor: as exact as the format allows
 MOSTLY_EXPLAINED = 1.3  # times what the reference's operations explain

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from numdev.exact.dtypes import is_floating
-from numdev.exact.rounding import FLOAT32, EveryOperation, values_format
+from numdev.exact.result_dtypes import is_floating
+from numdev.exact.rounded_results import FLOAT32, EveryOperation, values_format
 from numdev.exact.wide_tensors import widened
 from numdev.formats import FORMATS
-from numdev.operations.function.projections import projection_of
-from numdev.operations.function.terms_of_sums import PRODUCTS, TERMS, TRANSFORMS
+from numdev.operations.function.norm_and_softmax_gradients import projection_of
+from numdev.operations.function.summed_term_counts import PRODUCTS, TERMS, TRANSFORMS
 
 aten = torch.ops.aten
 U = FLOAT32.unit_roundoff

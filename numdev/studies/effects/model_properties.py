@@ -19,7 +19,7 @@ from torch.nn.modules.module import (
 
 from numdev.cases import AttentionCase, visible
 from numdev.errors import MeasurementError, NumdevError, one_line
-from numdev.exact.dtypes import is_floating
+from numdev.exact.result_dtypes import is_floating
 from numdev.exact.wide_tensors import widened
 from numdev.formats import Format
 from numdev.report import Finding
@@ -34,7 +34,7 @@ from numdev.sources.capture import (
 )
 from numdev.sources.prompts import argument_names
 from numdev.sources.upstream_gradients import to_model_device
-from numdev.studies.audit.reproduce import written
+from numdev.studies.audit.finding_reproducers import written
 from numdev.studies.effects.model_runs import (
     Inputs,
     Subject,

@@ -6,7 +6,7 @@ may be beyond its limit, and one of 1.6, of a few scattered rows, within its lim
 from __future__ import annotations
 
 from numdev.gate.judgement import Test
-from numdev.gate.row_checks import Measured
+from numdev.gate.row_groups import Measured
 from numdev.gate.rules import rules_from_data
 from numdev.report import DeviationRow, Standing
 from numdev.report.document import Style

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from numdev.formats import Format, ulp
-from numdev.sources.projection import Projection
+from numdev.sources.query_projection import Projection
 from numdev.studies.training.measure import spectral_norms
 
 # Blocks of rows in a sequence. With as many sequences or more, a sequence is one block

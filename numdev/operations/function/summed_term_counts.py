@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from numdev.exact.dtypes import is_floating
 from numdev.exact.operator_arguments import parameters_of
+from numdev.exact.result_dtypes import is_floating
 from numdev.exact.wide_tensors import widened
 
 aten = torch.ops.aten

@@ -18,7 +18,7 @@ from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, NumdevError
 from numdev.formats import format_named
 from numdev.kernels import Kernel
-from numdev.metrics.row_metrics import value_of
+from numdev.metrics.metric_values import value_of
 from numdev.metrics.statistics import BIAS_ALPHA, BIAS_SEQUENCES, BIAS_ULP
 from numdev.report import DeviationRow, Finding
 from numdev.report.safe_text import plain
@@ -31,7 +31,7 @@ from numdev.studies.audit.mistake_search import Failing
 from numdev.studies.audit.plan import Plan
 from numdev.studies.audit.prepared_attention import KV_TENSORS, Selection, part
 from numdev.studies.audit.reproducer_script import EVERYWHERE, figure_for, rendered, write
-from numdev.tensor_specs import tensor_spec
+from numdev.tensor_properties import tensor_spec
 
 FOLDER = "reproducers"
 SECONDS = 20.0  # how long one finding is reduced

@@ -18,7 +18,7 @@ from numdev.gate.judgement import Test
 from numdev.gate.rules import Rules
 from numdev.gate.threshold_tests import threshold_tests
 from numdev.operations.function.function_runs import FunctionRun
-from numdev.operations.function.judged import FunctionCall
+from numdev.operations.function.judged_call import FunctionCall
 from numdev.operations.function.trees import Values
 from numdev.operations.function.wrong_kernels import WrongKernel, wrong_kernels
 from numdev.report import (

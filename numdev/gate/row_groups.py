@@ -15,7 +15,7 @@ from operator import attrgetter
 from numdev.errors import MeasurementError
 from numdev.grouping import grouped
 from numdev.metrics import narrow_sum_eligibility
-from numdev.metrics.row_metrics import FIELDS
+from numdev.metrics.metric_values import FIELDS
 from numdev.report import (
     AuditReport,
     BesideReference,
@@ -26,7 +26,7 @@ from numdev.report import (
     Request,
     SweepReport,
 )
-from numdev.tensor_specs import TensorSpec, tensor_spec
+from numdev.tensor_properties import TensorSpec, tensor_spec
 
 Measured = AuditReport | SweepReport
 NOT_MEASURED = "not measured"
