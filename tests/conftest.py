@@ -60,11 +60,12 @@ def ctrl_c_reaches_what_is_started() -> Iterator[None]:
 def no_module_of_a_test_stays(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[None]:
-    """A file that a test wrote and imported takes the name of no other test's file.
-    Those of a fixture that was set up before stay."""
-    before = set(sys.modules)
+    """A file that a test wrote and imported takes the name of no other test's file, nor
+    is it looked for by its folder. Those of fixtures that were set up before stay."""
+    modules, path = set(sys.modules), [*sys.path]
     yield
     written = str(tmp_path_factory.getbasetemp())
-    for name in set(sys.modules) - before:
+    for name in set(sys.modules) - modules:
         if str(getattr(sys.modules[name], "__file__", None)).startswith(written):
             del sys.modules[name]
+    sys.path[:] = [x for x in sys.path if x in path or not x.startswith(written)]

@@ -493,7 +493,7 @@ def test_what_is_no_model_and_what_means_nothing_is_refused(
             pipeline,
             "--by-layer",
         ): "'by_layer' does not apply: pipeline is a diffusers pipeline",
-        (diffusers_pipeline, "--stream"): "'stream' does not apply",
+        (pipeline, "--stream"): "'stream' does not apply",
         ("demo", "--denoise", "2"): "demo is not a diffusers pipeline",
         (calls,): "got captured tensors",
         (grid,): "got a YAML file of attention cases",
