@@ -763,10 +763,13 @@ def _size_of_factor(move: Move) -> float:
 def _kernel_sentence(
     kernel: str, groups: Sequence[Group], numbers: Sequence[Move], units: str
 ) -> str:
-    """Returns a sentence on what moved of one kernel, and how many of its rows have the
-    same bits, as `mine (bfloat16): moved in out (3 of 8 heads); the same bits in 5 of 8
-    rows.` `groups`: its groups, at least one; `numbers`: the moves of all kernels;
-    `units`: what pairs of rows are of, in words, where their metric does not say it."""
+    """Returns a sentence on what moved of one kernel in one format, and how many of its
+    rows have the same bits, as `mine (bfloat16): moved in out (3 of 8 heads); the same
+    bits in 5 of 8 rows.`; it says `within noise` where nothing moved. `kernel`: its name
+    with options and format, as `_kernel_and_format` writes it; `groups`: its groups, at
+    least one; `numbers`: the moves of all kernels but those of the metric `ran`, of which
+    those of `kernel` name tensors that are in no group; `units`: what pairs of rows are
+    of, as `heads`, where their metric does not say it."""
     each = EACH.get(groups[0].metric or "", units)
     tensors = [f"{g.tensor} ({g.moved} of {g.pairs} {each})" for g in groups if g.moved]
     in_groups = {group.tensor for group in groups}

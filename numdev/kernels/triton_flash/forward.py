@@ -40,9 +40,11 @@ def load_rows(
     X, strides, start, rows,
     COUNT: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """Returns [COUNT, WIDE] elements of a head from row `start` on. X: the head's
-    address; `rows`, DIM: how many rows and columns it has. With CHECK, 0 outside of
-    these; without, all rows must exist, and columns beyond DIM are 0."""
+    """Returns [COUNT, WIDE] elements of a head from row `start` on, both powers of two.
+    X: the head's address; `strides`: those of its tensor in elements (`host.Strides`), of
+    which `row` and `column` count; `rows`, DIM: how many rows and columns the head has,
+    DIM at most WIDE. With CHECK, 0 outside of these; without, all rows must exist, and
+    columns beyond DIM are 0."""
     r, c = tl.arange(0, COUNT), tl.arange(0, WIDE)
     at = X + tl.cast(start, tl.int64) * strides.row
     at = at + r[:, None] * strides.row + c[None, :] * strides.column

@@ -209,7 +209,8 @@ class FunctionProcess:
             raise ValueError("its answer has a dtype that is none")
         sizes = [int(str(n)) for n in _listed(shape)]
         count = math.prod(sizes)
-        if any(n < 0 for n in sizes):
+        # PyTorch's strides are of 64 bits, also where an axis is empty
+        if any(n < 0 for n in sizes) or math.prod(n or 1 for n in sizes) >= 1 << 63:
             raise ValueError("its answer has a shape that is none")
         data = bytearray(self._read(count * dtype.itemsize, until))
         if not data:

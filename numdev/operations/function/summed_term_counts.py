@@ -274,8 +274,13 @@ def _linear(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
 
 
 def _transformed(func: OpOverload, args: Arguments, values: Tensor) -> Terms:
-    """Returns the terms of a Fourier transform: all numbers along its axes, of which each
-    is rounded PER_STAGE times in each of log2 N stages."""
+    """Returns a Fourier transform's terms as those of a sum that errs as much: since each
+    of the N numbers along its axes is rounded PER_STAGE times in each of log2 N stages,
+    `count` is 2 PER_STAGE log2 N, not N, with N at least 2; `squares` is the sum of the N
+    squares, normalised as the transform is. `args`: the input, its axes, PyTorch's number
+    of the normalisation, and of `_fft_c2r`, whose input is half of a spectrum, the length
+    of the last axis in the result; `values`: the exact result, of which the shape alone
+    counts."""
     x, axes = cast(Tensor, widened(args[0])), cast(Sequence[int], args[1])
     size = float(math.prod(x.shape[axis] for axis in axes))
     squares = x.abs().square().sum(list(axes), keepdim=True)

@@ -146,11 +146,14 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
             self._refuse(what, error)
 
     def _open_file(self, directory: Path, *, overwrite: bool) -> None:
-        """Opens the journal's file for appending: emptied and with a new header, or
-        continued after its last whole line. Removes earlier results where it begins anew.
-        Raises UsageError for other files in a directory without a journal, and, unless
-        `overwrite`, for a damaged journal and one of another request. Raises OSError
-        where a file cannot be opened."""
+        """Opens the journal's file for appending. With `overwrite`, and where there is no
+        journal or one that stopped within its header, it is emptied and gets a new
+        header, and earlier results are removed; so too, in any case, for a journal of
+        another request in which nothing was measured. Else it is continued after its last
+        whole line, and its finished tasks are read. Raises UsageError for other files in
+        a directory without a journal, whatever `overwrite` is; without it also for a
+        damaged journal, and for one of another request in which something was measured.
+        Raises OSError where a file cannot be opened. `directory`: one that exists."""
         path = directory / JOURNAL
         *lines, torn = path.read_bytes().split(b"\n") if path.exists() else [b""]
         first = [*lines, torn][0]

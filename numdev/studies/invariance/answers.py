@@ -238,10 +238,12 @@ def details_clause(
 
 
 def untried_part_clause(rows: Iterable[InvarianceRow], axis: str) -> str:
-    """Returns a clause on what a kernel's rows leave out of an axis: `3 of 4 calls`, and
-    the part of a call that was compared, `2 with kv head 0 alone`. Empty where nothing is
-    left out. A variant with an option that the kernel lacks does not count as left
-    out."""
+    """Returns a clause on how much of an axis a kernel's rows tried, where that is not
+    all of it: `3 of 4 calls`, of which three ran, and the part of a call that was
+    compared, `2 with kv head 0 alone`, in two of those that ran (without the number where
+    it is all of them); both are joined by a comma. Empty where each call ran and was
+    compared whole. `rows`: of one kernel in one format; those of other axes are passed
+    over. A variant with an option that the kernel lacks does not count as left out."""
     along = [row for row in rows if row.axis == axis and row.excuse != "option"]
     calls = {(row.case, row.variant) for row in along}
     ok = [row for row in along if row.status == "ok"]
