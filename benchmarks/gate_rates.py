@@ -39,8 +39,8 @@ from scipy.stats import binomtest
 
 from numdev.cases import AttentionCase, CaseRef
 from numdev.gate.judging import judge
+from numdev.gate.row_tests import run_tests, threshold_tests
 from numdev.gate.rules import Rules, default_rules
-from numdev.gate.threshold_tests import run_tests, threshold_tests
 from numdev.kernels import Kernel
 from numdev.kernels.emulation.faults import CONTROLS
 from numdev.report import DeviationRow, PlanRecord

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from numdev.request_models import logprobs_request
-from numdev.studies.logprobs.model_variants import (
+from numdev.studies.logprobs.mistaken_models import (
     CACHES,
     cached,
     linear_layers,

@@ -30,7 +30,7 @@ from numdev.gate.rules import default_rules
 from numdev.kernels import Kernel
 from numdev.sources.input_regimes import REGIMES
 from numdev.studies.audit.case_measurement import bench_of, measure_task
-from numdev.studies.audit.check import CheckSource
+from numdev.studies.audit.kernel_check import CheckSource
 from numdev.studies.audit.plan import Task
 from numdev.system import System
 

@@ -39,11 +39,11 @@ from power_tables import tables
 
 from numdev.cases import AttentionCase, CaseRef
 from numdev.formats import format_named
+from numdev.gate.row_tests import threshold_tests
 from numdev.gate.rules import default_rules
-from numdev.gate.threshold_tests import threshold_tests
 from numdev.kernels import Kernel
 from numdev.kernels.emulation.faults import CONTROLS
-from numdev.metrics.metric_values import value_of
+from numdev.metrics.metrics_by_name import value_of
 from numdev.report import DeviationRow, PlanRecord
 from numdev.sources.input_regimes import Shapes, draw
 from numdev.studies.audit import prepared_attention as bench_module

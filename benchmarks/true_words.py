@@ -506,7 +506,7 @@ def calls(fmt: str) -> dict[str, Call]:
     """The default cases of `numdev check`: their tensors are all that comes from
     numdev."""
     from numdev.formats import FORMATS
-    from numdev.studies.audit.check import CheckSource
+    from numdev.studies.audit.kernel_check import CheckSource
 
     by_name = {}
     for located in CheckSource(None, (0,), "cpu", gradients=True):

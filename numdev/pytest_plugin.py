@@ -65,7 +65,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker("numdev_cases")
     cases: list[object] = list(marker.args) if marker else []
     if not cases:
-        from numdev.studies.audit.check import default_cases
+        from numdev.studies.audit.kernel_check import default_cases
 
         cases = [case.name for case in default_cases()]
     names = (case.get("name") if isinstance(case, dict) else case for case in cases)

@@ -28,7 +28,9 @@ from numdev.report.io import expect_directory, make_directory
 from numdev.report.number_text import MOST, ratio, si
 from numdev.report.safe_text import plain
 from numdev.request_models import AXES
-from numdev.studies.audit.check import (
+from numdev.studies.audit.finding_reproducers import reproduce
+from numdev.studies.audit.isolation import attempt
+from numdev.studies.audit.kernel_check import (
     Backward,
     CheckSource,
     Named,
@@ -36,8 +38,6 @@ from numdev.studies.audit.check import (
     measured,
     untested_shapes,
 )
-from numdev.studies.audit.finding_reproducers import reproduce
-from numdev.studies.audit.isolation import attempt
 from numdev.studies.audit.plan import Plan, Planned, plan_formats, plan_kernels, recorded
 from numdev.studies.audit.reproducer_script import name_of
 from numdev.studies.audit.section_timing import Stopwatch

@@ -26,8 +26,8 @@ from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, UsageError, one_line
 from numdev.gate.findings import findings_in
 from numdev.gate.judging import judge
+from numdev.gate.row_tests import run_tests, threshold_tests
 from numdev.gate.rules import default_rules
-from numdev.gate.threshold_tests import run_tests, threshold_tests
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels.sdpa import OPERATORS, claim_of
 from numdev.sources import capture as capturing

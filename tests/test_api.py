@@ -40,7 +40,7 @@ from numdev.errors import MeasurementError, UsageError
 from numdev.kernels import find
 from numdev.kernels.plain_functions import untested_parameters
 from numdev.studies.audit import isolation, mistake_search
-from numdev.studies.audit.check import FEATURES, CheckSource, default_cases
+from numdev.studies.audit.kernel_check import FEATURES, CheckSource, default_cases
 from numdev.testing import CheckFailed, check_attention
 
 ROOT = Path(__file__).parent.parent

@@ -34,7 +34,7 @@ from numdev.sources.capture import (
     run_with_answers,
     unaudited_modules,
 )
-from numdev.sources.mixer_recognition import is_mixer, mixers_in_words
+from numdev.sources.unaudited_mixers import is_mixer, mixers_in_words
 from numdev.studies.audit.run import audit
 
 B, N, STEPS = 3, 12, 3

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from numdev.errors import MeasurementError, NumdevError, UsageError
 from numdev.request_models import AuditRequest, demo_checkpoint
-from numdev.sources import containers, files
+from numdev.sources import containers, tensor_files
 from numdev.sources.capture import NAME
 from numdev.sources.captured_calls import holds_cases
 from numdev.sources.checkpoint import (
@@ -43,10 +43,10 @@ from numdev.sources.checkpoint import (
     read_config,
 )
 from numdev.sources.containers import StoredTensor, read_tensors
-from numdev.sources.distributed import read_metadata
-from numdev.sources.files import read_json, unpickled
+from numdev.sources.distributed_checkpoint import read_metadata
 from numdev.sources.prompts import model_inputs, read_text
-from numdev.studies.logprobs.file_content import read_records
+from numdev.sources.tensor_files import read_json, unpickled
+from numdev.studies.logprobs.record_files import read_records
 from numdev.studies.training.weights.weight_sets import open_weights
 
 WAYS = ["whole", "shards", "pickle", "old pickle"]
@@ -476,9 +476,9 @@ def test_a_file_in_the_cache_of_hugging_face_has_a_name(tmp_path: Path) -> None:
     (snapshot / "model.pt").symlink_to("../../blobs/abc")
     (tmp_path / "step7.pt").touch()
     (tmp_path / "latest.pt").symlink_to("step7.pt")
-    names = [files.name_of(x) for x in (snapshot / "model.pt", snapshot)]
+    names = [tensor_files.name_of(x) for x in (snapshot / "model.pt", snapshot)]
     assert names == ["model.pt", "org/tiny"]
-    assert files.name_of(tmp_path / "latest.pt") == "step7.pt"
+    assert tensor_files.name_of(tmp_path / "latest.pt") == "step7.pt"
 
 
 @pytest.mark.parametrize("of_transformers", [True, False])
@@ -493,7 +493,7 @@ def test_progress_bars_are_afterwards_as_before(
         (switch.enable_progress_bar if of_transformers else switch.disable_progress_bar)()
         (hub.enable_progress_bars if of_hub else hub.disable_progress_bars)()
         (hub.disable_progress_bars if of_hub else hub.enable_progress_bars)("a.group")
-        with files.quiet():
+        with tensor_files.quiet():
             assert hub.are_progress_bars_disabled("a.group")
             assert not switch.is_progress_bar_enabled()
         assert switch.is_progress_bar_enabled() is of_transformers
@@ -513,8 +513,8 @@ def test_a_text_that_no_file_can_be_called_is_one_line() -> None:
 def test_identity_is_of_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two files, of two pieces and a half and of nothing: by name, each piece by its own
     SHA-256; a byte more or another one anywhere is another identity."""
-    monkeypatch.setattr(files, "PIECE", 1000)
-    monkeypatch.setattr(files, "CHUNK", 300)
+    monkeypatch.setattr(tensor_files, "PIECE", 1000)
+    monkeypatch.setattr(tensor_files, "CHUNK", 300)
     content = bytes(range(250)) * 10
     (tmp_path / "a").write_bytes(content)
     (tmp_path / "b").write_bytes(b"")
@@ -528,21 +528,21 @@ def test_identity_is_of_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     text = "".join(
         f"{name} {hashlib.sha256(piece).hexdigest()}\n" for name, piece in pieces
     )
-    first = files.identity(both)
+    first = tensor_files.identity(both)
     assert first == hashlib.sha256(text.encode()).hexdigest()
     seen = {first}
     for place in (0, 999, 1000, 2499):
         changed = bytearray(content)
         changed[place] ^= 1
         (tmp_path / "a").write_bytes(changed)
-        seen.add(files.identity(both))
+        seen.add(tensor_files.identity(both))
     (tmp_path / "a").write_bytes(content + b"x")
-    assert len(seen | {files.identity(both)}) == 6
-    later = files.start_identity([tmp_path / "b"])
+    assert len(seen | {tensor_files.identity(both)}) == 6
+    later = tensor_files.start_identity([tmp_path / "b"])
     assert later() == later()
     (tmp_path / "b").unlink()
     with pytest.raises(FileNotFoundError):
-        files.identity(both)
+        tensor_files.identity(both)
 
 
 KERNELS = ("--kernel", "sdpa-math", "--kernel", "sdpa-flash")
@@ -608,7 +608,7 @@ def test_another_container_is_one_class_and_one_line(
     model = built(path).state_dict()
     assert all(torch.equal(model[name], x) for name, x in expected.items())
     opened = open_state_dict(path, "factories:gpt")
-    assert opened.identity() == files.identity([path])
+    assert opened.identity() == tensor_files.identity([path])
     for target in (path, tmp_path):
         weights = open_weights(str(target))
         assert weights.files == (path,)

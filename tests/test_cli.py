@@ -23,7 +23,7 @@ from commands import STARTED, ran, unstarted
 
 import numdev
 from numdev import report
-from numdev.cli import check, completion, version
+from numdev.cli import check, completion_candidates, version_line
 from numdev.cli.gate import gated
 from numdev.cli.main import COMMANDS, FOREIGN, cli
 from numdev.cli.options import cluster_options
@@ -470,9 +470,9 @@ def test_what_the_shell_is_offered_is_what_there_is() -> None:
         for k in all_kernels().values()
         if str(k.function.__module__).startswith("numdev.")
     }
-    assert {*completion.KERNELS} == ours
-    assert {*completion.FORMATS} == {*FORMATS}
-    assert {*completion.PRESETS} == {*PRESETS}
+    assert {*completion_candidates.KERNELS} == ours
+    assert {*completion_candidates.FORMATS} == {*FORMATS}
+    assert {*completion_candidates.PRESETS} == {*PRESETS}
 
 
 def test_help_is_short_and_help_all_is_whole(run: Any) -> None:
@@ -511,12 +511,14 @@ def test_the_version_names_the_commit_and_torch(run: Any, monkeypatch: Any) -> N
     )
     line = re.compile(r"numdev \S+( \(commit \w+\+?\))?, torch \d\S+, Python \d\S+\n")
     assert line.fullmatch(run("--version").out)
-    monkeypatch.setattr(version.importlib.metadata, "distribution", lambda name: dist)
-    assert version.commit_of_install() == "01234567"
+    monkeypatch.setattr(
+        version_line.importlib.metadata, "distribution", lambda name: dist
+    )
+    assert version_line.commit_of_install() == "01234567"
     dist.read_text = lambda name: None
-    assert version.commit_of_install() == ""
-    monkeypatch.setattr(version.numdev, "__file__", "/nowhere/numdev/__init__.py")
-    assert version.commit_of_source() == ""
+    assert version_line.commit_of_install() == ""
+    monkeypatch.setattr(version_line.numdev, "__file__", "/nowhere/numdev/__init__.py")
+    assert version_line.commit_of_source() == ""
     assert "commit" not in run("--version").out
 
 

@@ -21,8 +21,8 @@ from numdev.kernels import Kernel
 from numdev.kernels.emulation.faults import CONTROLS
 from numdev.metrics.row_samples import Sample
 from numdev.request_models import AuditRequest, Choice
-from numdev.studies.audit.check import declining
 from numdev.studies.audit.journal import JOURNAL, Journal
+from numdev.studies.audit.kernel_check import declining
 from numdev.studies.audit.plan import (
     Plan,
     Planned,

@@ -15,8 +15,8 @@ from oracles import make_case
 import numdev
 from numdev.gate import findings as gate_findings
 from numdev.gate.judgement import Test
+from numdev.gate.row_tests import run_tests
 from numdev.gate.rules import Rules, default_rules
-from numdev.gate.threshold_tests import run_tests
 from numdev.report import BesideReference, DeviationRow, Finding, Standing
 
 

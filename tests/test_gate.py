@@ -15,7 +15,7 @@ from numdev.gate.findings import run_findings
 from numdev.gate.judgement import Judgement
 from numdev.gate.judging import judge_report
 from numdev.gate.rules import Rules, Threshold, default_rules, default_rules_for_checks
-from numdev.metrics.metric_values import interval_of, value_of
+from numdev.metrics.metrics_by_name import interval_of, value_of
 from numdev.report import DeviationRow
 
 

@@ -16,7 +16,7 @@ from planted.hostile import OwnBase
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError
 from numdev.kernels import find
-from numdev.sources.files import naming
+from numdev.sources.tensor_files import naming
 from numdev.studies.audit.isolation import Failure, attempt
 
 FOLDER = Path(__file__).parent

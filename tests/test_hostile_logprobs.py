@@ -28,9 +28,9 @@ from logprob_files import (
 )
 
 from numdev.errors import MeasurementError, NumdevError, UsageError
-from numdev.studies.logprobs.file_content import read_records
-from numdev.studies.logprobs.file_records import FileRecord, ReadBudget
 from numdev.studies.logprobs.readers import LAYOUTS, read_sides
+from numdev.studies.logprobs.record_fields import FileRecord, ReadBudget
+from numdev.studies.logprobs.record_files import read_records
 
 ROOT = Path(__file__).parent.parent
 LONGEST = 300  # characters of a message, beside the folder

@@ -28,9 +28,9 @@ from numdev.errors import MeasurementError
 from numdev.kernels import Kernel, Output, find, kernel_of_function
 from numdev.request_models import SweepRequest
 from numdev.sources.capture import Captured
-from numdev.studies.audit import isolation, sweep, worker_start
+from numdev.studies.audit import isolation, sweep, worker_lifetime
 from numdev.studies.audit.case_measurement import Unmeasured
-from numdev.studies.audit.interrupt import deferred, handling, noticing
+from numdev.studies.audit.ctrl_c import deferred, handling, noticing
 from numdev.studies.audit.isolation import (
     Failure,
     Isolated,
@@ -332,7 +332,7 @@ def test_a_worker_that_cannot_start_is_said(
     """That is no kernel's failure, and the reason is quoted."""
     script = tmp_path / "supervisor.py"
     script.write_text("import no_such_module")
-    monkeypatch.setattr(worker_start, "SUPERVISOR", script)
+    monkeypatch.setattr(worker_lifetime, "SUPERVISOR", script)
     says = r"exit code 1 \(ModuleNotFoundError: .*no_such_mod"
     with Isolated() as isolated, pytest.raises(MeasurementError, match=says):
         ran(isolated, "baseline", case, {})
@@ -416,7 +416,7 @@ def test_any_signal_that_ends_a_worker_is_named(
     ours, theirs = socket.socketpair()
     process = subprocess.Popen(["sh", "-c", f"kill -{number} $$"])
     theirs.close()
-    worker = isolation.Worker(worker_start.WorkerProcess(process, ours, end, lifeline))
+    worker = isolation.Worker(worker_lifetime.WorkerProcess(process, ours, end, lifeline))
     why = f"its process was killed by {name}"
     with pytest.raises(MeasurementError, match=re.escape(f"started: {why}")):
         worker.ready.result()

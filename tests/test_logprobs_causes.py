@@ -25,7 +25,7 @@ from numdev.studies.logprobs.causes import (
     on_grid,
     stored_in_16_bits,
 )
-from numdev.studies.logprobs.model_variants import (
+from numdev.studies.logprobs.mistaken_models import (
     cached,
     linear_layers,
     quantised,

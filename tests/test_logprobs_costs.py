@@ -17,10 +17,10 @@ from numdev.errors import UsageError
 from numdev.gate.judging import judge_report
 from numdev.request_models import logprobs_request
 from numdev.studies.logprobs.causes import share_on_grid
-from numdev.studies.logprobs.costs import cost_row, evenly_spread
 from numdev.studies.logprobs.records import RecordedSequence, RecordedSettings
 from numdev.studies.logprobs.report import PAIR, LogprobsReport
 from numdev.studies.logprobs.study import fixed_recipes, logprobs
+from numdev.studies.logprobs.training_costs import cost_row, evenly_spread
 from numdev.studies.logprobs.truth import (
     ExactModel,
     ProgramRecipe,

@@ -14,16 +14,6 @@ from numdev.gate.rules import default_rules
 from numdev.report import Outcome
 from numdev.report.io import read
 from numdev.studies.logprobs.causes import KINDS, Observed, decide, forced, shifted
-from numdev.studies.logprobs.costs import (
-    HALF,
-    HEAD,
-    NOW,
-    ROUNDINGS,
-    UNDONE,
-    SideErrors,
-    pair_cost_rows,
-    side_cost_rows,
-)
 from numdev.studies.logprobs.records import RecordedSequence
 from numdev.studies.logprobs.report import (
     PAIR,
@@ -40,6 +30,16 @@ from numdev.studies.logprobs.summary import (
     cost_sentence,
     named_causes,
     side_summary,
+)
+from numdev.studies.logprobs.training_costs import (
+    HALF,
+    HEAD,
+    NOW,
+    ROUNDINGS,
+    UNDONE,
+    SideErrors,
+    pair_cost_rows,
+    side_cost_rows,
 )
 from tests.support.logprob_records import joined, side
 

@@ -16,7 +16,7 @@ from numdev.errors import MeasurementError
 from numdev.gate.judging import judge_report
 from numdev.kernels.output import differentiate
 from numdev.kernels.reference import gradients
-from numdev.metrics import narrow_sum_eligibility
+from numdev.metrics import narrow_sum_search_scope
 from numdev.operations.attention.explain.narrow_sums import CERTAIN, Sums
 from numdev.report import AuditReport
 from numdev.sources.upstream_gradients import with_drawn_gradient
@@ -45,7 +45,7 @@ def shares(case: AttentionCase, function: Any, tensor: str) -> list[float]:
 
 
 @pytest.mark.parametrize("fmt", ["bfloat16", "float16"])
-@pytest.mark.parametrize("tile", narrow_sum_eligibility.TILES)
+@pytest.mark.parametrize("tile", narrow_sum_search_scope.TILES)
 def test_a_narrow_sum_is_seen_in_its_tiles_and_order(fmt: str, tile: int) -> None:
     """Of kernels that are written without what they are measured with."""
     for order in ("", "-last-first"):
@@ -116,7 +116,7 @@ def test_a_report_without_the_number_contradicts_itself(report: AuditReport) -> 
     for row in data["rows"]:
         if row["narrow_sum"] is not None and row["tensor"] == "dq":
             row["narrow_sum"] = None
-            row["nulls"]["narrow_sum"] = narrow_sum_eligibility.ELSEWHERE
+            row["nulls"]["narrow_sum"] = narrow_sum_search_scope.ELSEWHERE
     with pytest.raises(MeasurementError, match="lacks the narrow_sum of dq head 0"):
         judge_report(AuditReport.model_validate(data))
 
@@ -149,12 +149,12 @@ def test_another_number_does_not_follow(report: AuditReport) -> None:
 def test_in_which_calls_it_is_looked_for(
     tensor: str, fmt: str, q_len: int, kv_len: int, why: str | None
 ) -> None:
-    assert narrow_sum_eligibility.why_not_looked_for(tensor, fmt, q_len, kv_len) == why
+    assert narrow_sum_search_scope.why_not_looked_for(tensor, fmt, q_len, kv_len) == why
 
 
 def test_heads_take_turns() -> None:
     assert [
-        narrow_sum_eligibility.chosen_head(layer, 0, 3) for layer in (None, 0, 1, 2, 3)
+        narrow_sum_search_scope.chosen_head(layer, 0, 3) for layer in (None, 0, 1, 2, 3)
     ] == [
         0,
         0,
@@ -162,4 +162,4 @@ def test_heads_take_turns() -> None:
         2,
         0,
     ]
-    assert narrow_sum_eligibility.chosen_head(1, 1, 3) == 2
+    assert narrow_sum_search_scope.chosen_head(1, 1, 3) == 2

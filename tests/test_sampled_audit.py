@@ -17,7 +17,7 @@ from recipes import drawn
 from numdev.cases import AttentionCase
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels.reference import gradients
-from numdev.metrics.metric_values import BESIDE_REFERENCE, WHOLE, value_of
+from numdev.metrics.metrics_by_name import BESIDE_REFERENCE, WHOLE, value_of
 from numdev.metrics.row_samples import Sample
 from numdev.report import read
 from numdev.report.summary import summarise

@@ -23,8 +23,8 @@ from test_gate import estimated, rules
 from numdev.errors import MeasurementError, UsageError
 from numdev.gate import judging
 from numdev.gate.judgement import Judgement
+from numdev.gate.row_tests import power_of, run_tests
 from numdev.gate.rules import Limit, default_rules, read_rules
-from numdev.gate.threshold_tests import power_of, run_tests
 from numdev.report import NOT_PREDICTED, write
 from numdev.yamlfile import bundled_path
 

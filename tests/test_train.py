@@ -35,17 +35,17 @@ from numdev.report.document import Figures, tables_of
 from numdev.studies.audit.journal import JOURNAL
 from numdev.studies.training import figures
 from numdev.studies.training.answer_sentences import answer_sentences
-from numdev.studies.training.attention_output_error import (
-    error_in_floors,
-    output_row,
-    with_larger_scores,
-)
 from numdev.studies.training.config import (
     Optimiser,
     TrainConfig,
     TrainRequest,
     recorded_steps,
     resolve,
+)
+from numdev.studies.training.initial_attention_error import (
+    error_in_floors,
+    output_row,
+    with_larger_scores,
 )
 from numdev.studies.training.measure import distance_row, spectral_norms
 from numdev.studies.training.networks import build_network

@@ -13,8 +13,8 @@ from gate_rows import planned
 from on_bench import grouped_step, invoked, prepare, rows_on
 
 from numdev.cases import AttentionCase
+from numdev.gate.row_tests import run_tests
 from numdev.gate.rules import default_rules
-from numdev.gate.threshold_tests import run_tests
 from numdev.kernels import Kernel, Output, find
 from numdev.report import DeviationRow, read
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from numdev.formats import format_of, ulp
-from numdev.studies.training import checkpoint_writing
+from numdev.studies.training import hugging_face_writing
 from numdev.studies.training.config import DataConfig, ModelConfig, TrainConfig
 from numdev.studies.training.networks import build_network, sdpa_attention
 from numdev.studies.training.token_batches import load_tokens
@@ -61,7 +61,7 @@ def test_transformers_gives_a_saved_decoders_logits(
     """In fp32, by transformers' own eager code; and with one weight off they are not the
     same."""
     network, data = trained(model, tmp_path)
-    checkpoint_writing.write_checkpoint(
+    hugging_face_writing.write_checkpoint(
         network, model, data, path := tmp_path / "saved", {}
     )
     theirs = AutoModelForCausalLM.from_pretrained(
@@ -115,7 +115,7 @@ def test_a_trained_tokenizer_goes_with_its_checkpoint(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     network, data = trained(LLAMA, tmp_path, tokenizer="bpe", vocabulary=300)
-    checkpoint_writing.write_checkpoint(network, LLAMA, data, tmp_path / "saved", {})
+    hugging_face_writing.write_checkpoint(network, LLAMA, data, tmp_path / "saved", {})
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "saved")
     ids = tokenizer("lazy fox")["input_ids"]
     assert ids[0] == 0

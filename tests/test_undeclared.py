@@ -30,8 +30,8 @@ from numdev.metrics.bit_checksums import same
 from numdev.report import Outcome
 from numdev.studies.audit import explanations, mistake_search
 from numdev.studies.audit.case_measurement import measure_task
-from numdev.studies.audit.check import CheckSource
 from numdev.studies.audit.explanations import Likeness, examine, likenesses
+from numdev.studies.audit.kernel_check import CheckSource
 from numdev.studies.audit.prepared_attention import Bench
 from numdev.testing import CheckFailed, check_attention
 

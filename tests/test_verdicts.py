@@ -27,8 +27,8 @@ import numdev
 from numdev.errors import UsageError
 from numdev.gate import rules as rule_book
 from numdev.gate.rules import Rules, Threshold, read_rules
-from numdev.metrics import metric_values
-from numdev.metrics.metric_values import ESTIMATED, MAXIMA, METRICS, TESTED, WHOLE
+from numdev.metrics import metrics_by_name
+from numdev.metrics.metrics_by_name import ESTIMATED, MAXIMA, METRICS, TESTED, WHOLE
 from numdev.report.io import with_digest
 
 sys.path.insert(0, str(ROOT / "scripts"))  # where altered_reports finds its neighbour
@@ -170,10 +170,10 @@ def test_a_metric_in_no_class_is_not_judged_where_rows_are_sampled(
 ) -> None:
     """One that somebody adds and forgets; where it is said to be exact, or all rows are
     there, it is judged."""
-    monkeypatch.setitem(metric_values.DERIVED, "newest", lambda row: row.rms)
+    monkeypatch.setitem(metrics_by_name.DERIVED, "newest", lambda row: row.rms)
     monkeypatch.setattr(rule_book, "METRICS", METRICS | {"newest"})
     if classified:
-        monkeypatch.setattr(numdev.gate.threshold_tests, "WHOLE", WHOLE | {"newest"})
+        monkeypatch.setattr(numdev.gate.row_tests, "WHOLE", WHOLE | {"newest"})
     rules = Rules(thresholds=(Threshold(name="new", metric="newest", at_most=1e9),))
     about = {"rows_measured": 50, "interval": {"rms": (9e-4, 1.1e-3)}} if sampled else {}
     judged = gate_rows.judge([gate_rows.row(sampled=sampled, **about)], rules)

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from numdev import report
 from numdev.errors import MeasurementError
 from numdev.report.number_text import ratio
-from numdev.sources.distributed import read_metadata
+from numdev.sources.distributed_checkpoint import read_metadata
 from numdev.studies.training.weights.report import WeightsReport
 from numdev.studies.training.weights.study import KINDS, kind_by_name, weights
 from numdev.studies.training.weights.tensor_comparison import (

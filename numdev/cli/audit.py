@@ -19,7 +19,7 @@ from numdev.request_models import (
     audit_request,
     sweep_request,
 )
-from numdev.studies.audit.worker_start import started
+from numdev.studies.audit.worker_lifetime import started
 
 
 @command("audit demo --format bfloat16 --format float32")

@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 
 from numdev.errors import MeasurementError, NumdevError, UsageError, closest, one_line
-from numdev.studies.audit.interrupt import noticing
+from numdev.studies.audit.ctrl_c import noticing
 
 EMPTY_OPTION = re.compile(r"--[a-z-]+=")
 FOREIGN = "the code of a kernel or a model"
@@ -192,7 +192,7 @@ def cli(context: click.Context, debug: bool) -> None:
 def _show_version(context: click.Context, asked: bool) -> None:
     """Prints the version where it is asked for, and ends the command."""
     if asked and not context.resilient_parsing:
-        from numdev.cli.version import version_line
+        from numdev.cli.version_line import version_line
 
         click.echo(version_line())
         context.exit()

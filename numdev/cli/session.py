@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from numdev.cli.completion import with_completions
+from numdev.cli.completion_candidates import with_completions
 from numdev.cli.options import Grouped
 from numdev.errors import MeasurementError
 
@@ -191,7 +191,7 @@ def raising_lost_interrupts() -> Iterator[Callable[[], None]]:
     Ctrl-C came since the block began, even one that was lost: a native extension that
     calls back into Python may clear the error. In a thread other than the main one it
     raises nothing."""
-    from numdev.studies.audit.interrupt import handling
+    from numdev.studies.audit.ctrl_c import handling
 
     came = threading.Event()
 

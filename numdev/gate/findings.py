@@ -25,9 +25,9 @@ from numdev.gate.judgement import (
     Test,
 )
 from numdev.gate.row_groups import INFERRED, Rows
-from numdev.gate.threshold_tests import NOTHING
+from numdev.gate.row_tests import NOTHING
 from numdev.grouping import grouped
-from numdev.metrics.metric_values import Value, lse_error, value_of
+from numdev.metrics.metrics_by_name import Value, lse_error, value_of
 from numdev.report import (
     DeviationRow,
     Finding,

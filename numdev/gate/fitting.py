@@ -17,10 +17,10 @@ import yaml
 from numdev.errors import MeasurementError, UsageError
 from numdev.gate.judging import judge_report
 from numdev.gate.row_groups import Groups, Measured, Rows, rows_to_judge
+from numdev.gate.row_tests import threshold_tests
 from numdev.gate.rules import Instead, Rules, Threshold, default_rules
-from numdev.gate.threshold_tests import threshold_tests
 from numdev.grouping import grouped
-from numdev.metrics.metric_values import ESTIMATED, MAXIMA, interval_of, value_of
+from numdev.metrics.metrics_by_name import ESTIMATED, MAXIMA, interval_of, value_of
 from numdev.report import FunctionReport, Outcome, Report
 
 # By metric, of one head or of a median, of what is fitted: the margin, and the least

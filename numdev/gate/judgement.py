@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Required, TypedDict
 from pydantic import Field, SkipValidation
 
 from numdev.gate.rules import Limit
-from numdev.metrics.metric_values import Value
+from numdev.metrics.metrics_by_name import Value
 from numdev.report import DeviationRow, Outcome, Place, Record, Role, Standing
 from numdev.tensor_properties import tensor_spec
 

@@ -22,7 +22,7 @@ from scipy.special import ndtri, stdtrit
 from numdev.gate.compare_report import About
 from numdev.gate.row_groups import NUMBERS, Key, Rows, options_text
 from numdev.grouping import grouped
-from numdev.metrics.metric_values import interval_of, value_of
+from numdev.metrics.metrics_by_name import interval_of, value_of
 from numdev.report import CallRecord, DeviationRow, Place
 from numdev.tensor_properties import tensor_spec
 

@@ -14,8 +14,8 @@ from operator import attrgetter
 
 from numdev.errors import MeasurementError
 from numdev.grouping import grouped
-from numdev.metrics import narrow_sum_eligibility
-from numdev.metrics.metric_values import FIELDS
+from numdev.metrics import narrow_sum_search_scope
+from numdev.metrics.metrics_by_name import FIELDS
 from numdev.report import (
     AuditReport,
     BesideReference,
@@ -232,7 +232,7 @@ def _row_without_narrow_sum(
         if row.role != "kernel" or not tensor_spec(row.tensor).is_gradient or not groups:
             continue
         chosen = groups[
-            narrow_sum_eligibility.chosen_head(row.layer, row.call, len(groups))
+            narrow_sum_search_scope.chosen_head(row.layer, row.call, len(groups))
         ]
         size = call.extents()[row.tensor].units // call.kv_heads
         is_predicted = row.claim is not None or row.expected_ratio is not None
@@ -241,7 +241,7 @@ def _row_without_narrow_sum(
             and (row.head or 0) // size == chosen
             and is_predicted
             and (plan.rows is None or plan.rows >= call.q_len)
-            and narrow_sum_eligibility.why_not_looked_for(
+            and narrow_sum_search_scope.why_not_looked_for(
                 row.tensor, row.format, call.q_len, call.kv_len
             )
             is None

@@ -24,7 +24,7 @@ from pydantic import (
 )
 
 from numdev.errors import closest
-from numdev.metrics.metric_values import METRICS, Value, value_of
+from numdev.metrics.metrics_by_name import METRICS, Value, value_of
 from numdev.metrics.statistics import BIAS_ALPHA, BIAS_SEQUENCES
 from numdev.report import DeviationRow, Phase
 from numdev.report.number_text import power

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from numdev.metrics.metric_values import ULPS
+from numdev.metrics.metrics_by_name import ULPS
 from numdev.metrics.yardstick import Yardstick
 
 LEAST, MOST = ULPS

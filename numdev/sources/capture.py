@@ -29,8 +29,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from numdev.cases import AttentionCase, CaseRef, Phase, Window
 from numdev.errors import MeasurementError, UsageError
 from numdev.kernels import find
-from numdev.sources.files import naming, quiet, some
-from numdev.sources.mixer_recognition import is_mixer, outermost_mixers
+from numdev.sources.tensor_files import naming, quiet, some
+from numdev.sources.unaudited_mixers import is_mixer, outermost_mixers
 from numdev.sources.upstream_gradients import (
     TrainingStep,
     Upstream,

@@ -32,8 +32,8 @@ from numdev import temporary_files
 from numdev.argument_checks import checked
 from numdev.cases import AttentionCase, CaseRef, Phase, Window, mask_kind
 from numdev.errors import MeasurementError, NumdevError, UsageError, cannot_write
-from numdev.sources import files as storage
-from numdev.sources.files import FETCH
+from numdev.sources import tensor_files as storage
+from numdev.sources.tensor_files import FETCH
 from numdev.sources.upstream_gradients import drawn_origin, with_drawn_gradient
 from numdev.yamlfile import Strict, validated
 

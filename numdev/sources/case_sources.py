@@ -23,12 +23,12 @@ from numdev.sources import checkpoint as stored
 from numdev.sources.captured_calls import holds_cases, open_cases
 from numdev.sources.containers import container_at
 from numdev.sources.diffusers_pipeline import PipelineSource, is_pipeline
-from numdev.sources.distributed import refuse_unfinished
-from numdev.sources.files import some
+from numdev.sources.distributed_checkpoint import refuse_unfinished
 from numdev.sources.input_regimes import Draws, Shapes, checked_regime, draw, draw_mask
-from numdev.sources.mixer_recognition import mixers_in_words
 from numdev.sources.prompts import Prompt, model_inputs
 from numdev.sources.query_projection import Projections
+from numdev.sources.tensor_files import some
+from numdev.sources.unaudited_mixers import mixers_in_words
 from numdev.sources.upstream_gradients import (
     Upstream,
     drawn_origin,

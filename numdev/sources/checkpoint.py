@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from numdev.errors import MeasurementError, UsageError, one_line
 from numdev.kernels import fingerprint, import_callable
-from numdev.sources import files as storage
+from numdev.sources import tensor_files as storage
 from numdev.sources.capture import attention_implementation, module_hooks
 from numdev.sources.captured_calls import headerless_hint
 from numdev.sources.containers import (
@@ -43,7 +43,7 @@ from numdev.sources.containers import (
     containers_of_model,
     is_weights,
 )
-from numdev.sources.files import blaming, name_of, quiet, read_json
+from numdev.sources.tensor_files import blaming, name_of, quiet, read_json
 from numdev.sources.unsupported_files import (
     file_format,
     refuse_config,

@@ -16,8 +16,8 @@ from typing import ClassVar, Protocol
 from torch import Tensor
 
 from numdev.errors import MeasurementError, UsageError
-from numdev.sources.distributed import METADATA, SplitTensor, open_distributed
-from numdev.sources.files import (
+from numdev.sources.distributed_checkpoint import METADATA, SplitTensor, open_distributed
+from numdev.sources.tensor_files import (
     DISTRUST,
     FETCH,
     NESTED,

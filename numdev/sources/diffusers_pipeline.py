@@ -34,11 +34,11 @@ from numdev.errors import MeasurementError, UsageError
 from numdev.formats import dtype_of, format_named, format_of
 from numdev.request_models import AuditRequest
 from numdev.sources import capture as capturing
-from numdev.sources import files as storage
+from numdev.sources import tensor_files as storage
 from numdev.sources.checkpoint import VARIADIC
 from numdev.sources.containers import containers_of_model
-from numdev.sources.files import blaming, name_of, naming, quiet
 from numdev.sources.prompts import Prompt, read_text
+from numdev.sources.tensor_files import blaming, name_of, naming, quiet
 from numdev.sources.unsupported_files import refuse_pointer
 from numdev.sources.upstream_gradients import drawn_origin, with_drawn_gradient
 from numdev.system import System

@@ -31,7 +31,7 @@ from numdev.sources.checkpoint import (
     load_tokenizer,
 )
 from numdev.sources.containers import SUFFIXES, read_tensors
-from numdev.sources.files import checked_tensor, some
+from numdev.sources.tensor_files import checked_tensor, some
 from numdev.sources.unsupported_files import refuse_pointer
 
 PROMPT = "prompt.txt"  # what the demo reads, beside its weights

@@ -8,8 +8,8 @@ from typing import Any
 
 from numdev.gate import findings, judging
 from numdev.gate.judgement import SOMETHING, Judgement
+from numdev.gate.row_tests import power_of, run_tests, threshold_tests
 from numdev.gate.rules import Rules, default_rules
-from numdev.gate.threshold_tests import power_of, run_tests, threshold_tests
 from numdev.report import (
     AuditReport,
     AuditSummary,

@@ -27,7 +27,7 @@ from test_isolation import gone, ran, same, wait_for
 
 from numdev.cases import AttentionCase
 from numdev.kernels import Output, find
-from numdev.studies.audit import isolation, worker_supervisor
+from numdev.studies.audit import isolation, worker_parent
 from numdev.studies.audit.isolation import Failure, Isolated
 
 LIMIT_S = 1.5
@@ -73,7 +73,7 @@ class Forked:
                         os.close(descriptor)
             sys.stdout, sys.stderr = (open(fd, "w", closefd=False) for fd in (1, 2))  # noqa: SIM115
             sys.argv[1:] = [command[-1]]
-            worker_supervisor.main()
+            worker_parent.main()
         except BaseException:
             traceback.print_exc()
         os._exit(1)

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from numdev.studies.logprobs.model_variants import linear_layers
+from numdev.studies.logprobs.mistaken_models import linear_layers
 from numdev.studies.logprobs.records import (
     Joined,
     RecordedSequence,

@@ -15,7 +15,7 @@ from verdict_runs import measured
 
 from numdev.cases import AttentionCase
 from numdev.kernels import find
-from numdev.metrics.metric_values import BESIDE_REFERENCE, METRICS
+from numdev.metrics.metrics_by_name import BESIDE_REFERENCE, METRICS
 from numdev.report import Report, read, write
 from numdev.request_models import AXES
 from numdev.testing import check

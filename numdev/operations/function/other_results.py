@@ -13,7 +13,7 @@ from torch import Tensor
 from numdev.operations.function.planted_faults import mean_along_last, transposed
 from numdev.operations.function.reference import FunctionReference
 from numdev.operations.function.trees import Values
-from numdev.operations.row_places import in_words
+from numdev.operations.row_places_in_words import in_words
 
 MAX_ENTRIES = 64  # of an axis that err, up to which others are looked for in their places
 LEAST_WIDTH = 16  # numbers of an entry: fewer may be another's by luck

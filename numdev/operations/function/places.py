@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from numdev.operations.function.yardstick import Errors
-from numdev.operations.row_places import MOST, in_words
+from numdev.operations.row_places_in_words import MOST, in_words
 
 BEYOND = 3.0  # times what is explained, and what the median place errs
 NEARLY_ALL = 0.9  # of the squared error

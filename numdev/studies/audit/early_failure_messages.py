@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 from numdev.gate.findings import findings_in
 from numdev.gate.judging import judge
+from numdev.gate.row_tests import threshold_tests
 from numdev.gate.rules import Rules, default_rules
-from numdev.gate.threshold_tests import threshold_tests
 from numdev.report import DeviationRow, PlannedKernel, PlanRecord, Standing
 from numdev.report.number_text import label
 

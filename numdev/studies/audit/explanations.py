@@ -32,14 +32,14 @@ from numdev.kernels.reference import attend, gradients
 from numdev.kernels.reference.blocked import Gradients, Reference
 from numdev.metrics.deviation import Metrics, measure
 from numdev.metrics.histogram import by_ulps
-from numdev.metrics.metric_values import lse_error
+from numdev.metrics.metrics_by_name import lse_error
 from numdev.metrics.row_samples import starts
 from numdev.metrics.row_sums import Numbers
 from numdev.metrics.statistics import BIAS_ALPHA
 from numdev.metrics.yardstick import Yardstick
 from numdev.operations.attention.explain import attribution as fits
 from numdev.operations.attention.worst_rows import worst_rows
-from numdev.operations.row_places import phrases_for_other_lengths, where
+from numdev.operations.row_places_in_words import phrases_for_other_lengths, where
 from numdev.report import AttributionRow, DeviationRow, ProfileRow, WorstRow
 from numdev.studies.audit.deviation_rows import FAILS_ONE_ROW, Measured, identity
 from numdev.studies.audit.isolation import Failure, attempt

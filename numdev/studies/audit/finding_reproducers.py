@@ -18,7 +18,7 @@ from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, NumdevError
 from numdev.formats import format_named
 from numdev.kernels import Kernel
-from numdev.metrics.metric_values import value_of
+from numdev.metrics.metrics_by_name import value_of
 from numdev.metrics.statistics import BIAS_ALPHA, BIAS_SEQUENCES, BIAS_ULP
 from numdev.report import DeviationRow, Finding
 from numdev.report.safe_text import plain

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from numdev.gate.findings import findings_in, joined_words
 from numdev.gate.judgement import Judgement, Statement, Test
 from numdev.gate.row_groups import check_whole
+from numdev.gate.row_tests import tests_of_rows
 from numdev.gate.rules import Rules, default_rules, default_rules_for_functions
-from numdev.gate.threshold_tests import tests_of_rows
 from numdev.grouping import grouped
 from numdev.report import (
     DeviationRow,

@@ -3,7 +3,7 @@
 `attempt` runs a kernel here and turns what it raises into a `Failure` with its reason in
 words. A CUDA fault ruins its process, a segmentation fault ends it, a hang never does:
 `Isolated` runs kernels in a worker process with a time limit, kept as long as nothing
-fails, bit for bit as here. `worker_start` starts the worker, and `worker_supervisor` ends
+fails, bit for bit as here. `worker_lifetime` starts the worker, and `worker_parent` ends
 all that the worker started: at the limit, on Ctrl-C, on `close`, and when this process is
 gone. (`multiprocessing` would import the caller's main module.)"""
 
@@ -43,7 +43,8 @@ from numdev.errors import (
 from numdev.kernels import Kernel, Output, all_kernels, find
 from numdev.kernels.output import as_output
 from numdev.metrics.bit_checksums import same
-from numdev.studies.audit.interrupt import noticing
+from numdev.studies.audit.ctrl_c import noticing
+from numdev.studies.audit.worker_lifetime import END_S, WorkerProcess
 from numdev.studies.audit.worker_messages import (
     TOKEN_BYTES,
     Channel,
@@ -54,7 +55,6 @@ from numdev.studies.audit.worker_messages import (
     read_answer,
     read_task,
 )
-from numdev.studies.audit.worker_start import END_S, WorkerProcess
 from numdev.system import switches
 from numdev.temporary_files import remove_stale
 

@@ -9,8 +9,8 @@ from numdev.gate.findings import findings_in
 from numdev.gate.judgement import Beside, Judgement
 from numdev.gate.row_groups import Measured, check_whole
 from numdev.gate.row_pairs import RowKeys
+from numdev.gate.row_tests import power_of, tests_of_rows
 from numdev.gate.rules import Rules
-from numdev.gate.threshold_tests import power_of, tests_of_rows
 from numdev.report import AuditReport, CaseRecord, DeviationRow, Finding, SweepReport
 from numdev.report.summary import summarise
 from numdev.report_kinds import Judged, Kind

@@ -31,7 +31,7 @@ from numdev.kernels.emulation.kernel import (
 )
 from numdev.kernels.reference import attend, blocked, gradients, key_gradients
 from numdev.kernels.reference.blocked import Gradients, Reference
-from numdev.metrics import narrow_sum_eligibility
+from numdev.metrics import narrow_sum_search_scope
 from numdev.metrics.deviation import Deviation, Metrics, nullify
 from numdev.metrics.finiteness import Outside
 from numdev.metrics.row_samples import Sample, Strata, membership
@@ -471,23 +471,23 @@ class Bench:
         kv head of the call, or the query heads that read it; all other heads get None
         with a reason. The running sums of the last output are cached by gradient."""
         case, select, ref = self.restricted, self.selection, self.case.ref
-        kv_head = narrow_sum_eligibility.chosen_head(
+        kv_head = narrow_sum_search_scope.chosen_head(
             ref.layer, ref.call, len(select.kv_heads)
         )
         heads = range(kv_head * case.group, (kv_head + 1) * case.group)
         chosen = heads if tensor == "dq" else range(kv_head, kv_head + 1)
-        why = narrow_sum_eligibility.why_not_looked_for(
+        why = narrow_sum_search_scope.why_not_looked_for(
             tensor, self.format.name, case.q_len, case.kv_len
         )
         if select.queries is not None:
-            why = narrow_sum_eligibility.SAMPLED
+            why = narrow_sum_search_scope.SAMPLED
         elif why is None and (
             deviation.compared is None or deviation.compared[2] is None
         ):
-            why = narrow_sum_eligibility.UNPREDICTED
+            why = narrow_sum_search_scope.UNPREDICTED
         for number, unit in enumerate(units):
             if why is not None or number not in chosen:
-                nullify(unit, ("narrow_sum",), why or narrow_sum_eligibility.ELSEWHERE)
+                nullify(unit, ("narrow_sum",), why or narrow_sum_search_scope.ELSEWHERE)
         if why is not None or deviation.compared is None:
             return
         x, _, expected = deviation.compared

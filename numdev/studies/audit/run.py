@@ -41,7 +41,7 @@ from numdev.studies.audit.journal import Journal
 from numdev.studies.audit.plan import Plan, Planned, header
 from numdev.studies.audit.prepared_attention import Selection
 from numdev.studies.audit.section_timing import Stopwatch
-from numdev.studies.audit.worker_start import WorkerProcess
+from numdev.studies.audit.worker_lifetime import WorkerProcess
 from numdev.system import System
 
 # Called with what is being done, how many tasks are behind it, and how many there are.

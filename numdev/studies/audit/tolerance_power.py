@@ -15,8 +15,8 @@ from torch import Tensor
 
 from numdev.errors import UsageError
 from numdev.gate.judgement import Test
+from numdev.gate.row_tests import threshold_tests
 from numdev.gate.rules import Rules
-from numdev.gate.threshold_tests import threshold_tests
 from numdev.operations.function.function_runs import FunctionRun
 from numdev.operations.function.judged_call import FunctionCall
 from numdev.operations.function.trees import Values

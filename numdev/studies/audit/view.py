@@ -11,7 +11,7 @@ from dataclasses import replace
 from operator import add, attrgetter
 
 from numdev.grouping import grouped
-from numdev.metrics.metric_values import ULPS
+from numdev.metrics.metrics_by_name import ULPS
 from numdev.report import (
     AuditReport,
     Axis,

@@ -19,8 +19,8 @@ from numdev.request_models import demo_checkpoint
 from numdev.sources.captured_calls import holds_cases, open_cases
 from numdev.sources.checkpoint import WHOLE
 from numdev.sources.diffusers_pipeline import is_pipeline
-from numdev.sources.files import identity, naming
 from numdev.sources.prompts import PROMPT
+from numdev.sources.tensor_files import identity, naming
 from numdev.studies.training.weights.run_checkpoints import training_step
 from numdev.studies.training.weights.weight_sets import WeightSet, open_weights
 

@@ -41,8 +41,8 @@ from numdev.sources.case_sources import (
     open_model_weights,
     open_source,
 )
-from numdev.sources.files import identity, sha256, some
 from numdev.sources.query_projection import Projection
+from numdev.sources.tensor_files import identity, sha256, some
 from numdev.studies.audit.journal import Journal, Row
 from numdev.studies.audit.plan import Planned, digest, header, recorded
 from numdev.studies.audit.run import Progress, provenance

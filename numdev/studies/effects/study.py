@@ -24,7 +24,7 @@ from numdev.sources.capture import HINT, attention_modules, layer_of
 from numdev.sources.captured_calls import holds_cases
 from numdev.sources.case_sources import CheckpointSource, open_source, refuse_options
 from numdev.sources.diffusers_pipeline import PictureSource, PipelineSource
-from numdev.sources.files import naming
+from numdev.sources.tensor_files import naming
 from numdev.studies.audit.dask_workers import Cluster, client_of, shared_by, shared_out
 from numdev.studies.audit.isolation import Failure, Isolated, Runner, attempt
 from numdev.studies.audit.journal import Journal

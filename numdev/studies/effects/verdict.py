@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from numdev.gate.findings import exceeded_finding, joined_words, run_findings
 from numdev.gate.judgement import MODEL, RUNS, Judgement, Statement, Test, TestFields
+from numdev.gate.row_tests import run_test
 from numdev.gate.rules import AtMost, Rules
-from numdev.gate.threshold_tests import run_test
 from numdev.grouping import grouped
 from numdev.metrics.statistics import BIAS_FORMATS
 from numdev.report import Finding, PlannedKernel, Standing, Who, kernel_fields

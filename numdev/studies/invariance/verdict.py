@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from numdev.gate.findings import exceeded_finding, joined_words, run_findings
 from numdev.gate.judgement import MODEL, RATIOS, Judgement, Statement, Test
+from numdev.gate.row_tests import run_test
 from numdev.gate.rules import AtMost, Rules, Tensors, default_rules
-from numdev.gate.threshold_tests import run_test
 from numdev.grouping import grouped
 from numdev.report import Finding, PlannedKernel, Standing, Tensor, Who, kernel_fields
 from numdev.report.number_text import label, multiple, ratio, si, three

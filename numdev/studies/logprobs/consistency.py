@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 from numdev.gate.row_groups import HUGE, refuse_contradictions
 from numdev.studies.logprobs.causes import KINDS
-from numdev.studies.logprobs.costs import FIXES, UNDONE
 from numdev.studies.logprobs.report import (
     PAIR,
     CauseRow,
@@ -18,6 +17,7 @@ from numdev.studies.logprobs.report import (
     PairRow,
     SideRow,
 )
+from numdev.studies.logprobs.training_costs import FIXES, UNDONE
 
 SLACK = 1e-9  # by which sums over tokens may contradict each other
 

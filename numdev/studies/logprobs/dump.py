@@ -13,9 +13,9 @@ from typing import cast
 
 from numdev.argument_checks import checked
 from numdev.errors import UsageError, cannot_write, closest, one_line
-from numdev.studies.logprobs.file_content import suffix_of, zstandard
-from numdev.studies.logprobs.file_records import FileRecord, ReadBudget, kind_of
 from numdev.studies.logprobs.plain_layout import ROLLOUT, TRAINER, plain_sequences
+from numdev.studies.logprobs.record_fields import FileRecord, ReadBudget, kind_of
+from numdev.studies.logprobs.record_files import suffix_of, zstandard
 
 FLAT: frozenset[type] = frozenset([int, float, bool, type(None)])
 # Of numdev's layout, beside tokens, log-probabilities and mask

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from numdev.errors import MeasurementError
-from numdev.studies.logprobs.file_records import FileRecord, kind_of
 from numdev.studies.logprobs.plain_layout import (
     Sequences,
     padded,
     settings_of,
     versions_of,
 )
+from numdev.studies.logprobs.record_fields import FileRecord, kind_of
 from numdev.studies.logprobs.records import (
     Integers,
     Numbers,

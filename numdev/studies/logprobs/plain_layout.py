@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from numdev.studies.logprobs.file_records import FileRecord, kind_of, row_count
+from numdev.studies.logprobs.record_fields import FileRecord, kind_of, row_count
 from numdev.studies.logprobs.records import (
     NO_TOKEN,
     Integers,

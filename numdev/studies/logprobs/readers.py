@@ -24,19 +24,19 @@ from numdev.studies.logprobs.engine_layouts import (
     response_sequences,
     sglang_sequences,
 )
-from numdev.studies.logprobs.file_content import (
-    PACKED,
-    SUFFIXES,
-    read_records,
-    suffix_of,
-)
-from numdev.studies.logprobs.file_records import BYTES_PER_SEQUENCE, FileRecord
 from numdev.studies.logprobs.lazy_sequences import ItemFile, ItemPlace, Mapped
 from numdev.studies.logprobs.plain_layout import (
     ROLLOUT,
     Sequences,
     is_plain,
     plain_sequences,
+)
+from numdev.studies.logprobs.record_fields import BYTES_PER_SEQUENCE, FileRecord
+from numdev.studies.logprobs.record_files import (
+    PACKED,
+    SUFFIXES,
+    read_records,
+    suffix_of,
 )
 from numdev.studies.logprobs.records import RecordedSequence, Side
 from numdev.studies.logprobs.trainer_layouts import (
@@ -91,7 +91,7 @@ def read_sides(path: str | Path) -> tuple[Side, ...]:
     a temporary file (`lazy_sequences`).
 
     Raises UsageError for a path that is not there or is none of the kinds in
-    `file_content.SUFFIXES`, for a folder without such files, and where a package that
+    `record_files.SUFFIXES`, for a folder without such files, and where a package that
     reads a file is missing. Raises MeasurementError, in one line with file and line or
     record, for what cannot be read: a damaged file, an unknown or mixed layout, fields of
     a wrong type, length or range, no sequence, and more than two sides. Raises OSError

@@ -25,14 +25,6 @@ from numdev.sources.checkpoint import load_tokenizer
 from numdev.studies.logprobs import causes
 from numdev.studies.logprobs.cause_search import CauseSearch
 from numdev.studies.logprobs.causes import Observed, Rerouted
-from numdev.studies.logprobs.costs import (
-    HALF,
-    HEAD,
-    SideErrors,
-    evenly_spread,
-    pair_cost_rows,
-    side_cost_rows,
-)
 from numdev.studies.logprobs.joining import join
 from numdev.studies.logprobs.lazy_sequences import in_file
 from numdev.studies.logprobs.pair_causes import shared_alternatives
@@ -66,6 +58,14 @@ from numdev.studies.logprobs.side_settings import (
 )
 from numdev.studies.logprobs.statistics import outside, pair_sums
 from numdev.studies.logprobs.token_bins import bins_of, worst_tokens
+from numdev.studies.logprobs.training_costs import (
+    HALF,
+    HEAD,
+    SideErrors,
+    evenly_spread,
+    pair_cost_rows,
+    side_cost_rows,
+)
 from numdev.studies.logprobs.truth import (
     FP64,
     ExactModel,

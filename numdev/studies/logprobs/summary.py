@@ -11,7 +11,6 @@ from numdev.grouping import grouped
 from numdev.report import Outcome
 from numdev.report.number_text import percent, ratio, three
 from numdev.studies.logprobs.causes import AT_PREDICTION, KINDS, PAIR_WORDS, decide
-from numdev.studies.logprobs.costs import FIXES, HALF, HEAD, NOW, ROUNDINGS, UNDONE
 from numdev.studies.logprobs.report import (
     PAIR,
     CauseRow,
@@ -31,6 +30,14 @@ from numdev.studies.logprobs.statistics import (
     dashboard,
     jackknife,
     smallest_mean,
+)
+from numdev.studies.logprobs.training_costs import (
+    FIXES,
+    HALF,
+    HEAD,
+    NOW,
+    ROUNDINGS,
+    UNDONE,
 )
 
 ALIKE = 3.0  # times as far from the model as from each other, where both err alike

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from numdev.studies.logprobs.file_records import FileRecord, kind_of
 from numdev.studies.logprobs.plain_layout import (
     LARGEST,
     ROLLOUT,
@@ -21,6 +20,7 @@ from numdev.studies.logprobs.plain_layout import (
     rows,
     versions_of,
 )
+from numdev.studies.logprobs.record_fields import FileRecord, kind_of
 from numdev.studies.logprobs.records import (
     Integers,
     Numbers,

@@ -28,13 +28,13 @@ from numdev.exact.wide_tensors import Wide
 from numdev.formats import format_named
 from numdev.request_models import AuditRequest, demo_checkpoint
 from numdev.sources.case_sources import CheckpointSource
-from numdev.sources.files import naming
+from numdev.sources.tensor_files import naming
 from numdev.studies.audit.isolation import attempt
 from numdev.studies.audit.run import describe
 from numdev.studies.effects.model_runs import Subject
 from numdev.studies.effects.output_error import outputs_by_name
 from numdev.studies.effects.rounding_sites import SITES
-from numdev.studies.logprobs.model_variants import (
+from numdev.studies.logprobs.mistaken_models import (
     ADAPTER_DOSES,
     CACHES,
     NARROW_HEAD,

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from numdev.gate.findings import exceeded_finding, first_clauses, run_findings
 from numdev.gate.judgement import Judgement, Statement, Test, TestFields
+from numdev.gate.row_tests import run_test
 from numdev.gate.rules import AtMost, Rules
-from numdev.gate.threshold_tests import run_test
 from numdev.grouping import grouped
 from numdev.report import Finding, Standing, Who, kernel_fields
 from numdev.report.number_text import label, ratio, si, three

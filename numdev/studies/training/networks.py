@@ -6,7 +6,7 @@ difference between most variants.
 
 `llama` computes what LlamaForCausalLM does and `gpt2` what GPT2LMHeadModel does, without
 dropout and biases, and with the output tied to the embedding;
-`numdev.studies.training.checkpoint_writing` knows their names.
+`numdev.studies.training.hugging_face_writing` knows their names.
 
 Under autocast matrix products are in the working format, and sums along the residual
 stream in fp32, as in others' training code. Norms are computed in fp32 either way."""

@@ -17,9 +17,9 @@ from pydantic import BaseModel
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from numdev.sources.checkpoint import digest_of
-from numdev.sources.files import naming
-from numdev.studies.training.attention_output_error import output_rows
+from numdev.sources.tensor_files import naming
 from numdev.studies.training.config import TrainRequest
+from numdev.studies.training.initial_attention_error import output_rows
 from numdev.studies.training.measure import distance_row, train_row
 from numdev.studies.training.token_batches import Tokens
 from numdev.studies.training.variant_training import Lane

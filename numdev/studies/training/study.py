@@ -19,13 +19,13 @@ import torch
 from numdev.errors import UsageError
 from numdev.kernels import find
 from numdev.report import Provenance
-from numdev.studies.audit.interrupt import deferred
+from numdev.studies.audit.ctrl_c import deferred
 from numdev.studies.audit.isolation import fitting_threads
 from numdev.studies.audit.journal import Journal
 from numdev.studies.audit.plan import Planned, digest, header, recorded
 from numdev.studies.audit.run import Progress, provenance
 from numdev.studies.audit.section_timing import Stopwatch
-from numdev.studies.training import checkpoint_writing, figures
+from numdev.studies.training import figures, hugging_face_writing
 from numdev.studies.training.answer_sentences import answer_sentences
 from numdev.studies.training.config import ResolvedVariant, TrainRequest
 from numdev.studies.training.measure import finite_or_none, with_spikes
@@ -88,7 +88,7 @@ def train(
         head = header(request.fields_of_numbers(), system, plan, described)
         with Journal.open(directory, head, overwrite=overwrite) as journal:
             if overwrite:
-                shutil.rmtree(directory / checkpoint_writing.FOLDER, ignore_errors=True)
+                shutil.rmtree(directory / hugging_face_writing.FOLDER, ignore_errors=True)
             run = _TrainingRun(
                 request, data, device, directory, journal, progress, watch, until
             )
@@ -265,10 +265,10 @@ class _TrainingRun:
                     "request": self.request.fields_of_numbers(),
                     "data": self.data.about,
                 }
-                path = checkpoint_writing.checkpoint_folder(
+                path = hugging_face_writing.checkpoint_folder(
                     self.directory, name, lanes.seed, lanes.step
                 )
-                checkpoint_writing.write_checkpoint(
+                hugging_face_writing.write_checkpoint(
                     lane.network, self.request.model, self.data, path, about
                 )
 

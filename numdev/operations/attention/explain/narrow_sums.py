@@ -30,7 +30,7 @@ from numdev.cases import AttentionCase
 from numdev.formats import dtype_of
 from numdev.kernels.output import upstream
 from numdev.kernels.reference.blocked import scores
-from numdev.metrics.narrow_sum_eligibility import TILES
+from numdev.metrics.narrow_sum_search_scope import TILES
 
 CERTAIN = 6.0  # standard deviations that a share is lessened by
 MOST_SHARE = 1.5  # what has more of it errs otherwise: all of a gradient may cancel

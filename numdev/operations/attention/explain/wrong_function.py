@@ -33,7 +33,7 @@ from numdev.operations.attention.explain.call_sample import (
     Probe,
 )
 from numdev.operations.attention.explain.mistakes import scales
-from numdev.operations.row_places import in_words, phrases_for_other_lengths
+from numdev.operations.row_places_in_words import in_words, phrases_for_other_lengths
 
 CUT = 10.0  # how much smaller the residual must be against the alternative's reference
 # The least cut in the format of a finding, where a finer one has found its cause

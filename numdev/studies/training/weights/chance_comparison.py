@@ -17,7 +17,7 @@ import pandas as pd
 
 from numdev.grouping import grouped
 from numdev.report.number_text import ratio, si
-from numdev.sources.files import some
+from numdev.sources.tensor_files import some
 from numdev.studies.training.bounds.report import FEWEST_SEEDS, Saturation
 from numdev.studies.training.bounds.rounding_doses import merging_marks
 from numdev.studies.training.report import VariantRole

@@ -22,7 +22,7 @@ from numdev import report as reports
 from numdev.errors import UsageError
 from numdev.sources.containers import SUFFIXES, container_at
 from numdev.studies.training.bounds.report import BoundsReport
-from numdev.studies.training.checkpoint_writing import FOLDER
+from numdev.studies.training.hugging_face_writing import FOLDER
 from numdev.studies.training.report import VariantRole
 from numdev.studies.training.weights.report import RunRecord
 

@@ -21,7 +21,7 @@ from numdev.grouping import grouped
 from numdev.report.io import claim_directory
 from numdev.report.number_text import ratio, si
 from numdev.sources.containers import StoredTensor
-from numdev.sources.files import identity, some
+from numdev.sources.tensor_files import identity, some
 from numdev.studies.audit.run import Progress, provenance
 from numdev.studies.audit.section_timing import Stopwatch
 from numdev.studies.training.report import Fields

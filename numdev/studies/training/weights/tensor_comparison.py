@@ -17,7 +17,7 @@ from numdev.formats import FORMATS, format_of
 from numdev.metrics.tensor_distances import paired
 from numdev.metrics.weight_casts import WEIGHTS_AT_ONCE, weight_row
 from numdev.metrics.yardstick import widened
-from numdev.sources.files import is_plain
+from numdev.sources.tensor_files import is_plain
 from numdev.studies.training.report import Fields
 
 CASTS = ("bfloat16", "float16", "float8_e4m3fn")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from numdev.errors import MeasurementError, UsageError
 from numdev.request_models import demo_checkpoint
-from numdev.sources import files as storage
+from numdev.sources import tensor_files as storage
 from numdev.sources.checkpoint import WHOLE
 from numdev.sources.containers import (
     INDEX,

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from numdev.sources.files import naming
+from numdev.sources.tensor_files import naming
 from numdev.studies.training.config import ModelConfig, folder_prefix
 from numdev.studies.training.networks import (
     LAYER_EPS,

@@ -21,7 +21,7 @@ from numdev.errors import UsageError
 from numdev.exact.wide_tensors import Wide, widened
 from numdev.formats import Format, format_named, round_to
 from numdev.studies.effects.model_runs import Subject, exact_attention
-from numdev.studies.logprobs.file_records import kind_of
+from numdev.studies.logprobs.record_fields import kind_of
 
 Edit = Callable[[Subject], None]
 NARROW_HEAD = "narrow head"  # a variant: the head alone computes in the format

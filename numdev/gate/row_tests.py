@@ -30,7 +30,7 @@ from numdev.gate.row_groups import (
 )
 from numdev.gate.rules import Limit, Rules, Selector, Threshold, matches_patterns
 from numdev.grouping import grouped
-from numdev.metrics.metric_values import (
+from numdev.metrics.metrics_by_name import (
     BESIDE_REFERENCE,
     ERRORS,
     ESTIMATED,

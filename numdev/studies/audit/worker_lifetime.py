@@ -1,7 +1,7 @@
 """The start and the end of the process that runs foreign kernels. Standard library alone:
 a command starts the process before it imports torch, and the process imports meanwhile.
 
-What is started is `worker_supervisor`; `isolation` talks to it."""
+What is started is `worker_parent`; `isolation` talks to it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-SUPERVISOR = Path(__file__).with_name("worker_supervisor.py")
+SUPERVISOR = Path(__file__).with_name("worker_parent.py")
 END_S = 5.0  # what a supervisor may take to end what its worker started
 
 

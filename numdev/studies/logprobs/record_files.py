@@ -17,7 +17,7 @@ from typing import IO, cast
 
 from numdev.errors import MeasurementError, NumdevError, UsageError, one_line
 from numdev.sources.unsupported_files import refuse_pointer
-from numdev.studies.logprobs.file_records import FileRecord, ReadBudget, kind_of
+from numdev.studies.logprobs.record_fields import FileRecord, ReadBudget, kind_of
 
 LONGEST_LINE = 1 << 28  # bytes; a line is in memory several times
 BYTES_PER_LINE = 100  # what a line costs beside its bytes: many may be empty
@@ -266,7 +266,7 @@ def _safetensors_record(path: Path, budget: ReadBudget) -> FileRecord:
     NaN too, true and false where they are such), as one record; of equal names the
     tensor. The record spends `budget` as its fields are read. Raises MeasurementError for
     a file that is missing or damaged, or has a tensor in a dtype that PyTorch lacks."""
-    from numdev.sources.files import open_safetensors
+    from numdev.sources.tensor_files import open_safetensors
 
     with open_safetensors(path) as file:
         metadata = cast(dict[str, str], file.metadata() or {})
@@ -289,6 +289,6 @@ def _plain_value(text: str) -> object:
 def _saved_records(path: Path, budget: ReadBudget) -> Iterator[FileRecord]:
     """Yields the dict that torch.save wrote as a record, or each dict of a list. Raises
     MeasurementError for anything else. No code of the file runs."""
-    from numdev.sources.files import unpickled
+    from numdev.sources.tensor_files import unpickled
 
     yield from _as_records(unpickled(path), str(path), budget)

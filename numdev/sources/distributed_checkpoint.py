@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from numdev.errors import MeasurementError
-from numdev.sources.files import DISTRUST, FETCH, NESTED, naming
+from numdev.sources.tensor_files import DISTRUST, FETCH, NESTED, naming
 from numdev.sources.unsupported_files import refuse_pointer
 
 METADATA = ".metadata"
