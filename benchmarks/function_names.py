@@ -28,12 +28,12 @@ from torch import Tensor
 
 from numdev.exact.result_dtypes import is_floating
 from numdev.formats import format_named, round_to
-from numdev.operations.function import other_references as others
+from numdev.operations.function import substituted_references as others
 from numdev.operations.function.causes import LEAST_NUMBERS, TENFOLD, Search, causes_of
-from numdev.operations.function.other_numbers import numbers_of
-from numdev.operations.function.other_results import other_results
 from numdev.operations.function.planted_faults import faults_of_inputs, faults_of_outputs
 from numdev.operations.function.reference import FunctionReference
+from numdev.operations.function.substituted_numbers import numbers_of
+from numdev.operations.function.substituted_results import other_results
 from numdev.operations.function.trees import Values, arguments_of
 
 TIMES = 1.37

@@ -17,11 +17,11 @@ from numdev.errors import MeasurementError
 from numdev.exact.wide_tensors import Wide, widened
 from numdev.formats import FORMATS, round_to
 from numdev.function_check import check_beside
-from numdev.operations.function import other_references
+from numdev.operations.function import substituted_references
 from numdev.operations.function.causes import causes_of
-from numdev.operations.function.other_operations import OperatorCall, truncated
-from numdev.operations.function.other_references import references_of_other_inputs
 from numdev.operations.function.reference import FunctionReference
+from numdev.operations.function.substituted_operations import OperatorCall, truncated
+from numdev.operations.function.substituted_references import references_of_other_inputs
 from numdev.operations.function.trees import arguments_of
 from numdev.report.number_text import three
 
@@ -369,7 +369,7 @@ def test_every_alternative_to_complex_and_8_bit_numbers_can_be_computed(
 
 def test_a_float8_argument_is_read_with_other_numbers() -> None:
     x = torch.tensor([0.5, 1.0, -2.0, 448.0])
-    others = dict(other_references._other_values("x", eight_bits(x)))
+    others = dict(substituted_references._other_values("x", eight_bits(x)))
     for words, wanted in (
         ("+1 is added to x", x + 1),
         ("x is read with the other sign", -x),
@@ -386,7 +386,7 @@ def test_an_alternative_that_cannot_be_computed_is_no_silent_miss(
     def broken(*_: object, **__: object) -> object:
         raise NotImplementedError("not on this device")
 
-    monkeypatch.setattr(other_references, "narrow_factors", broken)
+    monkeypatch.setattr(substituted_references, "narrow_factors", broken)
     arguments = drawn((32, 64), (64, 48))
     with pytest.raises(MeasurementError, match=r"factors of products .*not on this"):
         cause(

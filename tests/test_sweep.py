@@ -30,7 +30,7 @@ from numdev.metrics.statistics import factor, interval
 from numdev.report import CellRow, SweepReport
 from numdev.report.document import Table
 from numdev.report.number_text import ratio, si
-from numdev.report.sweep_curves import cells, figures, sentences
+from numdev.report.sweep_statistics import cells, figures, sentences
 from numdev.request_models import SweepConfig, SweepRequest
 from numdev.studies.audit import sweep_view
 from numdev.studies.audit.sweep import plan, sweep

@@ -1,12 +1,12 @@
 """What a function computes in place of its reference, named without knowing what that is.
 
-Other functions are made from the exact result (`other_results`) and from the reference:
-of other arguments, with other operations (`other_references`), with another number in
-place of one that it computes with (`other_numbers`). One is named where it leaves at most
-a tenth of the error, unrounded or rounded once as the output is; of two that leave about
-as much, the one that comes first, which says less, unless it may be the effect of the
-other in this call. Its place is that of the call's first
-draw."""
+Other functions are made from the exact result (`substituted_results`) and from the
+reference: of other arguments, with other operations (`substituted_references`), with
+another number in place of one that it computes with (`substituted_numbers`). One is
+named where it leaves at most a tenth of the error, unrounded or rounded once as the
+output is; of two that leave about as much, the one that comes first, which says less,
+unless it may be the effect of the other in this call. Its place is that of the call's
+first draw."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from torch import Tensor
 from numdev.errors import MeasurementError, one_line
 from numdev.exact.rounded_results import values_format
 from numdev.formats import Format, round_to
-from numdev.operations.function.other_numbers import (
+from numdev.operations.function.reference import FunctionReference
+from numdev.operations.function.substituted_numbers import (
     PROMISING,
     NumberInUse,
     fitted,
     numbers_of,
 )
-from numdev.operations.function.other_references import (
+from numdev.operations.function.substituted_references import (
     OtherReference,
     other_references,
     references_of_other_inputs,
     simplest_references,
 )
-from numdev.operations.function.other_results import other_results
-from numdev.operations.function.reference import FunctionReference
+from numdev.operations.function.substituted_results import other_results
 from numdev.operations.function.trees import Values
 
 TENFOLD = 10.0

@@ -1,7 +1,7 @@
 """Operations that are taken for one another: GELU by tanh and by erf, a LayerNorm for an
 RMSNorm, a softmax along another axis, a logarithm of another base.
 
-A twin is a change of `other_operations`, with the words that name it."""
+A twin is a change of `substituted_operations`, with the words that name it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from numdev.operations.function.other_operations import (
+from numdev.operations.function.substituted_operations import (
     NORMS,
     SOFTMAXES,
     Change,

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from numdev.metrics.bit_checksums import same
 from numdev.operations.function.inputs import TRIVIAL, reordered
 from numdev.operations.function.judged_call import FunctionCall, distance, stacked
-from numdev.operations.function.other_numbers import LARGEST_EPS, numbers_of
 from numdev.operations.function.reference import FunctionReference, module_of_function
+from numdev.operations.function.substituted_numbers import LARGEST_EPS, numbers_of
 from numdev.operations.function.trees import Values, looks_unwritten
 
 WORK = 1 << 26  # numbers of inputs, times how many inputs are tried

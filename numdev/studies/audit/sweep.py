@@ -2,7 +2,7 @@
 audit's loop.
 
 The grid is the configuration's cells; each is drawn anew with every seed.
-`numdev.report.sweep_curves` computes cells and curves from the rows."""
+`numdev.report.sweep_statistics` computes cells and curves from the rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from numdev.gate.judging import check_system, judged
 from numdev.gate.rules import Rules, default_rules
 from numdev.kernels import find
 from numdev.report import SweepReport, SweepSummary
-from numdev.report.sweep_curves import Grid
+from numdev.report.sweep_statistics import Grid
 from numdev.request_models import SweepRequest
 from numdev.sources.case_sources import ConfigSource, Drawn
 from numdev.studies.audit.case_measurement import Unmeasured, measured_here

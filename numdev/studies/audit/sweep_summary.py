@@ -8,7 +8,14 @@ from pydantic import ValidationError
 from numdev.errors import MeasurementError, UsageError
 from numdev.gate.row_groups import CUT
 from numdev.report import PlannedKernel, PlanRecord, SweepReport, SweepSummary
-from numdev.report.sweep_curves import IN_CELLS, Grid, cells, figures, notes, sentences
+from numdev.report.sweep_statistics import (
+    IN_CELLS,
+    Grid,
+    cells,
+    figures,
+    notes,
+    sentences,
+)
 from numdev.request_models import SweepRequest
 
 

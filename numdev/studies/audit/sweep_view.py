@@ -90,7 +90,7 @@ def _cell_blocks(report: SweepReport) -> Iterator[doc.Node]:
     if not report.cells:
         return
     # It needs pandas, as no other report does
-    from numdev.report.sweep_curves import METRICS
+    from numdev.report.sweep_statistics import METRICS
     from numdev.studies.audit.sweep_summary import grid_of
 
     try:

@@ -24,7 +24,9 @@ from numdev.operations.function.confusable_operations import (
     to_base_two,
     twins,
 )
-from numdev.operations.function.other_operations import (
+from numdev.operations.function.planted_faults import NARROWER, faults_of_inputs
+from numdev.operations.function.reference import FunctionReference
+from numdev.operations.function.substituted_operations import (
     PRODUCTS,
     SUMS,
     Change,
@@ -40,8 +42,6 @@ from numdev.operations.function.other_operations import (
     summed_in_blocks,
     truncated,
 )
-from numdev.operations.function.planted_faults import NARROWER, faults_of_inputs
-from numdev.operations.function.reference import FunctionReference
 from numdev.operations.function.trees import Arguments, Values
 
 MAX_CALLS = 8  # of an operator, of which one alone is changed

@@ -12,13 +12,13 @@ import torch
 from torch._ops import OpOverload
 
 from numdev.exact.rounded_results import Unrounded
-from numdev.operations.function.other_operations import (
+from numdev.operations.function.reference import FunctionReference
+from numdev.operations.function.substituted_operations import (
     Notes,
     OtherOperations,
     with_argument,
 )
-from numdev.operations.function.other_references import changed, options_of
-from numdev.operations.function.reference import FunctionReference
+from numdev.operations.function.substituted_references import changed, options_of
 from numdev.operations.function.trees import Values
 
 TIMES = (0.0, 2.0, 0.5, 10.0, 0.1, -1.0)  # of a number that the reference computes with
