@@ -59,6 +59,7 @@ def test_nothing_is_told_that_the_verdict_contradicts() -> None:
     assert {s.partition("alone: ")[2].split()[0] for s in sentences} == failing
 
 
+@pytest.mark.slow
 def test_the_command_tells_before_the_end(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -168,6 +168,7 @@ def test_a_script_shows_a_wrong_gradient(tmp_path: Path) -> None:
     assert ran(script, instead="fused")[0] == 0
 
 
+@pytest.mark.slow
 def test_a_script_makes_a_call_before_where_one_is_remembered(tmp_path: Path) -> None:
     script = checked("remembered", tmp_path).reproducer
     assert script is not None
@@ -303,6 +304,7 @@ def test_a_sound_function_and_a_reference_that_raises_have_no_script(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_command_line_says_where_the_script_is(tmp_path: Path) -> None:
     command = ["check", f"{EXAMPLES}:scaled", "--reference", f"{EXAMPLES}:rms_norm",
                "--inputs", f"{EXAMPLES}:inputs", "--json", "-o", str(tmp_path)]  # fmt: skip
@@ -347,6 +349,7 @@ def test_a_script_makes_the_module_of_a_problem(backward: bool, tmp_path: Path) 
     assert with_sound_code(result.reproducer, "wrong_solution.py", "solution.py") == 0
 
 
+@pytest.mark.slow
 def test_a_script_has_the_files_of_a_task_beside_it(tmp_path: Path) -> None:
     folder = DOORS / "task"
     result = check_task(
@@ -361,6 +364,7 @@ def test_a_script_has_the_files_of_a_task_beside_it(tmp_path: Path) -> None:
     assert any("tolerance 0.01 passes 4 of 14" in note for note in result.notes)
 
 
+@pytest.mark.slow
 def test_a_script_has_the_sources_and_the_memory_of_a_definition(tmp_path: Path) -> None:
     folder = DOORS / "definition"
     result = check_definition(
@@ -378,6 +382,7 @@ def test_a_script_has_the_sources_and_the_memory_of_a_definition(tmp_path: Path)
     assert any("passes 0 of 14" in note for note in result.notes)
 
 
+@pytest.mark.slow
 def test_no_script_takes_a_cpu_for_a_gpu(tmp_path: Path) -> None:
     """The check may; the script alone would ask for CUDA."""
     folder = DOORS / "problem"

@@ -27,6 +27,7 @@ def case() -> AttentionCase:
     return make_case(dtype=torch.bfloat16, heads=2, q_len=5, kv_len=7, head_dim=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "marked", ["not thorough", pytest.param("thorough", marks=pytest.mark.thorough)]
 )

@@ -80,6 +80,7 @@ def test_a_line_counts_with_all_that_stands_in_it() -> None:
     assert [line for line, _ in limits.long_lines(text)] == [2]
 
 
+@pytest.mark.slow
 def test_a_figure_above_its_limit_is_an_error(monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(limits, "places", cache(limits.places))  # the same tree twice
     tighter = tuple(limit._replace(limit=-1) for limit in limits.LIMITS)

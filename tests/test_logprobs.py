@@ -153,6 +153,7 @@ def test_a_temperature_beside_what_each_record_says() -> None:
     assert 0.8 < cause.left < 1.3
 
 
+@pytest.mark.slow
 def test_causes_stack() -> None:
     """Two causes of one side are named in the order in which undoing them takes away
     most: base 2 of values that are shifted, a temperature behind a filter."""
@@ -233,6 +234,7 @@ def test_without_a_model_no_side_is_accused() -> None:
         assert verdicts(report)["rollout"] is Outcome.NOT_JUDGED
 
 
+@pytest.mark.slow
 def test_bfloat16_that_says_float32_is_asked_about() -> None:
     """No cause is named, since another one may be as large."""
     settings = RecordedSettings(dtype="float32")
@@ -302,6 +304,7 @@ INVENTED: dict[str, tuple[Callable[[np.ndarray], np.ndarray], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["filled in", pytest.param("appended", marks=pytest.mark.thorough)]
 )
@@ -385,6 +388,7 @@ def with_settings(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

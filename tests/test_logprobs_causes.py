@@ -543,6 +543,7 @@ def with_adapter(folder: Path, times: float) -> torch.nn.Module:
     return used
 
 
+@pytest.mark.slow
 def test_an_adapter_is_part_of_the_truth(adapter: Path) -> None:
     """Added to the weights it is what a model that is merged by hand is, to float32's
     resolution; absent and added twice are named, and merged on bfloat16's grid is what

@@ -147,6 +147,7 @@ def shares(report: LogprobsReport) -> Iterator[tuple[tuple[str, str], float]]:
         yield (cost.side, cost.fix), cost.share.mean
 
 
+@pytest.mark.slow
 def test_the_cost_of_each_fix_is_in_the_report() -> None:
     """What a head in float32 and float16 would leave of the ratios outside [0.98, 1.02]
     is what programs leave that have them: 6 in a hundred off at most, 2 standard errors

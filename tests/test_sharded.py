@@ -298,6 +298,7 @@ def test_a_rank_that_dies_is_one_failed_row() -> None:
     assert isinstance(attempt(PARALLEL, case, {}), Output)
 
 
+@pytest.mark.slow
 def test_ranks_that_hang_are_ended() -> None:
     """Stopped ranks are not waited for beyond the limit, and no rank is left."""
     ranks = together(2, "cpu")

@@ -380,6 +380,7 @@ def test_what_explained_a_call_is_tried_alone_in_the_next(
     assert claims == {"as sdpa-flash rounds on this CPU"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "fmt", "cases"),
     [
