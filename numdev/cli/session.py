@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import hashlib
 import inspect
 import json
@@ -105,7 +104,6 @@ class Session:
         called with `asked` and `more`, and with `progress`."""
         from numdev.report.renderers import terminal
 
-        gc.freeze()  # what was made until now stays: no collection looks at it again
         with (
             contextlib.redirect_stdout(sys.stderr),
             terminal.progress(show=not (self.quiet or self.as_json)) as tell,

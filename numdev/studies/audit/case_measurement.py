@@ -116,12 +116,24 @@ class Unmeasured:
             if task.role == "kernel" and not planned.kernel.missing(self.plan.system):
                 # What fails here fails again when its task asks, whose row it costs
                 with contextlib.suppress(*of_rows.FAILS_ONE_ROW), self.fitting_threads():
-                    # Before the watch counts for the kernel
-                    selection = self.selection
-                    with self.watch("kernels"):
-                        begin_runs(run, task, planned.kernel, selection)
+                    self._begin(planned.kernel, task, run)
                 return True
         return False
+
+    def _begin(self, kernel: Kernel, task: Task, run: Isolated) -> None:
+        """Begins the runs of a task in the kernel's own process. Does nothing where the
+        case is not small, or both processes would compute with several threads."""
+        is_parallel = not self.case.q.is_cuda and torch.get_num_threads() > 1
+        if is_parallel or not is_small(self.case):
+            return
+        with self.watch("kernels"):
+            run.begin(
+                kernel,
+                self.selection.in_format(format_named(task.format)),
+                of_rows.options_set(task.options, kernel),
+                gradients=task.gradients,
+                times=task.repeats,
+            )
 
 
 # Of q or k, up to which there is room for another call beside this one
@@ -132,23 +144,6 @@ def is_small(case: AttentionCase) -> bool:
     """Whether q and k have at most AHEAD_BYTES each, so that memory has room for another
     call beside this one."""
     return max(case.q.nbytes, case.k.nbytes) <= AHEAD_BYTES
-
-
-def begin_runs(run: Isolated, task: Task, kernel: Kernel, selection: Selection) -> None:
-    """Begins the runs of a task, on the selected case, in the kernel's own process. Does
-    nothing where the case is not small, or both processes would compute with several
-    threads. Raises as `Isolated.begin`."""
-    case = selection.case
-    is_parallel = not case.q.is_cuda and torch.get_num_threads() > 1
-    if is_parallel or not is_small(case):
-        return
-    run.begin(
-        kernel,
-        selection.in_format(format_named(task.format)),
-        of_rows.options_set(task.options, kernel),
-        gradients=task.gradients,
-        times=task.repeats,
-    )
 
 
 def measured_here(
@@ -357,12 +352,6 @@ def bench_of(
     for an unknown format, where the case has none of the heads, and for gradients of a
     case without grad_out."""
     selection = Selection.of(case, heads, gradients=gradients, sample=sample)
-    return _bench_of_selection(selection, format_name)
-
-
-def _bench_of_selection(selection: Selection, format_name: str) -> Bench:
-    """Returns the selected heads and rows of a case in a format, by its name, as
-    `bench_of`. Raises UsageError for an unknown format, and where no head is selected."""
     exact = selection.exact(selection.case)
     return Bench.of(selection, format_named(format_name), exact, Stopwatch())
 
@@ -385,11 +374,7 @@ def measure_one(
     try:
         how: Any = {"gradients": task.gradients, "sample": task.sample}
         with fitting_threads(case.q.shape[:3].numel() * case.kv_len):
-            selection = Selection.of(case, task.heads, **how)
-            if isinstance(run, Isolated) and not kernel.missing(system):
-                # It computes while this process makes what it is compared with
-                begin_runs(run, task, kernel, selection)
-            bench = _bench_of_selection(selection, task.format)
+            bench = bench_of(case, task.format, task.heads, **how)
             bench.watch.searching = searching
             return measure_task(task, kernel, bench, system, run, later).rows
     except of_rows.FAILS_ONE_ROW as error:
