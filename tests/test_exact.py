@@ -590,11 +590,69 @@ def test_a_lazy_conjugate_is_computed(function: Callable[[Tensor], Tensor]) -> N
         torch.testing.assert_close(widened(out), wide.resolve_conj().resolve_neg())
 
 
-def test_a_write_into_a_lazy_conjugate_is_refused() -> None:
+def written_after(
+    view: Callable[[Tensor], Tensor], write: Callable[[Tensor], object]
+) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """Returns a function that takes a view of a copy of its argument, writes into the
+    copy, and returns both."""
+
+    def function(z: Tensor) -> tuple[Tensor, Tensor]:
+        copy = z * 1
+        lazy = view(copy)
+        write(copy)
+        return lazy * 1, lazy + copy.sum()
+
+    return function
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        torch.conj,
+        lambda z: z.conj()[1:],
+        lambda z: z[1:].conj(),
+        lambda z: z.conj().imag,
+        lambda z: z.mH,
+        lambda z: torch._neg_view(z).conj(),
+        lambda z: torch._neg_view(z.conj().imag),
+    ],
+)
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda z: z.add_(1 + 2j),
+        lambda z: z[1].mul_(3j),
+        lambda z: torch.mul(z, 2, out=z),
+        lambda z: z.real.zero_(),
+        lambda z: torch.view_as_real(z).normal_(generator=torch.manual_seed(5)),
+    ],
+)
+def test_a_lazy_conjugate_follows_what_is_written_into_its_tensor(
+    view: Callable[[Tensor], Tensor], write: Callable[[Tensor], object]
+) -> None:
+    """As PyTorch's does, which is a view."""
+    z = torch.randn(4, 4, dtype=torch.complex128, generator=torch.manual_seed(0))
+    function = written_after(view, write)
+    for exact, plain in zip(evaluate(function, z).output, function(z), strict=True):
+        torch.testing.assert_close(widened(exact), plain.resolve_conj().resolve_neg())
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda z: z.conj().mul_(2),
+        lambda z: z.conj()[1:].mul_(2),
+        lambda z: z.conj().imag.zero_(),
+        lambda z: z.mH.normal_(generator=torch.manual_seed(5)),
+    ],
+)
+def test_a_write_into_a_lazy_conjugate_is_refused(
+    write: Callable[[Tensor], object],
+) -> None:
     """PyTorch carries it into the original."""
-    z = torch.ones(3, dtype=torch.complex64)
+    z = torch.ones(3, 3, dtype=torch.complex64)
     with pytest.raises(Unsupported, match="it writes into a lazy conjugate"):
-        evaluate(lambda z: z.conj().mul_(2) + z, z)
+        evaluate(lambda z: (write(z), z + 1)[1], z)
 
 
 def test_a_gradient_of_lazy_zeros_has_memory(x: Tensor) -> None:

@@ -17,6 +17,11 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from numdev.errors import UsageError
+from numdev.exact.lazy_conjugates import (
+    computed_view,
+    is_computed_view,
+    update_views,
+)
 from numdev.exact.operator_arguments import (
     leaves_of,
     operator_argument,
@@ -73,17 +78,15 @@ class Wide(Tensor):
 
     exact: Tensor
     is_weight: bool
-    is_apart: bool  # from the tensor that it is a conjugate of, as PyTorch's is not
     refusal: str = ""
 
     @staticmethod
     def of(values: Tensor, dtype: torch.dtype, *, is_weight: bool = False) -> Wide:
         """Returns a `Wide` tensor under `dtype` of float64 (or complex128) values of any
-        shape, with which it shares storage, but for lazy conjugates and negatives, which
-        are computed. `is_weight`: whether it is a stored parameter, which may not be
-        rounded yet."""
-        computed = _without_lazy_bits(values)
-        is_apart, values = computed is not values, computed
+        shape, with which it shares storage. Lazy conjugates and negatives are computed,
+        and follow what is written into it. `is_weight`: whether it is a stored parameter,
+        which may not be rounded yet."""
+        values = computed_view(values)
         wide: Wide = Tensor._make_wrapper_subclass(
             Wide,
             values.shape,
@@ -92,7 +95,7 @@ class Wide(Tensor):
             dtype=dtype,
             device=values.device,
         )
-        wide.exact, wide.is_weight, wide.is_apart = values, is_weight, is_apart
+        wide.exact, wide.is_weight = values, is_weight
         return wide
 
     __torch_function__ = NO_OVERRIDE  # type: ignore[assignment]
@@ -268,8 +271,7 @@ class _Call:
         `FREE` may then be read only in a backward pass. Raises Unsupported where the
         operator cannot compute in fp64."""
         for target in self.targets:
-            if isinstance(target, Wide) and target.is_apart:
-                raise unsupported_error(self.func, "it writes into a lazy conjugate")
+            _check_writable(self.func, target)
             values = widened(target)
             self.wide_targets[id(target)], self.stands_for[id(values)] = values, target
         if self.targets:
@@ -286,6 +288,8 @@ class _Call:
             raise as_unsupported(self.func, error) from error.__cause__
         for target in self.targets:
             self._round_written(target)
+        for values in self.wide_targets.values():
+            update_views(values)
         leaves, spec = tree_flatten(result)
         dtypes = result_dtypes(self.func, self.args, self.kwargs, leaves)
         outs = [
@@ -386,17 +390,6 @@ class _Call:
             ) from error
 
 
-def _without_lazy_bits(values: Tensor) -> Tensor:
-    """Returns the values with a lazy conjugate or negative computed, in other memory; the
-    tensor itself where it is neither. Such a view (as the imaginary part of a conjugate)
-    has a bit that no kernel below a dispatch mode reads."""
-    if values.is_conj():
-        values = torch.conj_physical(values.conj())
-    if values.is_neg():
-        values = torch.neg(torch._neg_view(values))
-    return values
-
-
 def check_readable(tree: object) -> None:
     """Raises Unsupported if any tensor in the tree has a `refusal` (singular and
     eigenvectors), unless a backward pass is running."""
@@ -422,6 +415,13 @@ def written_tensors(
         if parameter.is_written or name in unsaid:
             value = operator_argument(func, args, kwargs, name)
             yield from (x for x in leaves_of(value) if isinstance(x, Tensor))
+
+
+def _check_writable(func: OpOverload, target: Tensor) -> None:
+    """Raises Unsupported where what an operation writes into `target` would not reach the
+    tensor that it is a lazy conjugate or negative of."""
+    if isinstance(target, Wide) and is_computed_view(target.exact):
+        raise unsupported_error(func, "it writes into a lazy conjugate")
 
 
 def _without_half_to_float(
@@ -470,7 +470,9 @@ def _draw_random(
     ordinary, named = tree_map(narrowed, (args, dict(kwargs)))
     result = func(*ordinary, **named)
     if isinstance(target, Wide):
+        _check_writable(func, target)
         target.exact.copy_(result)
+        update_views(target.exact)
     if target is not None:
         return target
     return tree_map(
