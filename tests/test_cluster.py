@@ -7,8 +7,10 @@ import dataclasses
 import json
 import os
 import signal
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -208,6 +210,28 @@ def test_a_killed_worker_costs_nothing_and_a_deadly_case_its_rows(tmp_path: Path
         assert {row["reason"] for row in lost} == {reason}
         assert len(lost) == len(list(plan.tasks(source.cases[0].ref)))
         assert [row for row in alone["row"] if row in team["row"]]
+
+
+def test_a_case_whose_worker_died_twice_has_a_failed_row_for_each_task() -> None:
+    """Whatever it was to measure."""
+    from distributed import KilledWorker
+
+    plan, future = plan_of("sdpa-math"), Future[Any]()
+    tasks = list(plan.tasks(source_of().cases[0].ref))
+    team = dask_workers.Workers(plan, "{}", 1.0, Stopwatch(), Mock())
+    team.flights[cast(Any, future)] = tasks
+    future.add_done_callback(cast(Any, team.arrived.put))
+    future.set_exception(KilledWorker("work", Mock(), 2))
+    drained = list(team.drain())
+    assert [task.key for _, task in tasks] == [key for key, _, _ in drained]
+    for (_, task), (_, rows, _) in zip(tasks, drained, strict=True):
+        (row,) = rows["row"]
+        assert (row.kernel, row.format, row.status) == (
+            task.kernel,
+            task.format,
+            "failed",
+        )
+        assert row.reason == "its worker died twice, perhaps out of memory"
 
 
 @pytest.mark.parametrize("part", ["packages", "numdev"])

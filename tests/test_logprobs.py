@@ -165,7 +165,7 @@ def test_causes_stack() -> None:
     report = run([recorded(used, ids, at, top=4) for ids in tokens])
     assert {*named(report)} == {"temperature", "truncated support"}
     doses = {cause.cause: cause.dose for cause in report.summary.sides[0].causes}
-    assert float(doses["temperature"]) == pytest.approx(0.7, abs=0.002)
+    assert float(doses["temperature"]) == pytest.approx(0.7, abs=0.005)
     assert doses["truncated support"] == "top_p 0.9"
 
 

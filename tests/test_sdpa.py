@@ -338,7 +338,7 @@ def test_flex_rounds_where_it_claims_to_on_a_gpu(
     result = FLEX.attend(case)
     assert result.ran == "flex_attention, compiled for cuda"
     assert (result.lse.double() - attend(case).lse).abs().max() < 1e-4
-    for options in ({}, {"block_m": 64, "block_n": 32}, {"backend": "TRITON"}):
+    for options in ({}, {"block_n": 32}):
         assert ratios("flex", case, **options) == pytest.approx([1.0] * 4, abs=0.05), (
             options
         )
