@@ -9,7 +9,12 @@ from numdev.kernels import Kernel, Output
 from numdev.studies.audit.deviation_rows import Measured, Runs
 from numdev.studies.audit.explanations import beyond, wrong_tensors
 from numdev.studies.audit.isolation import Runner
-from numdev.studies.audit.mistake_search import FAR, Failing, has_room, name_mistakes
+from numdev.studies.audit.mistake_search import (
+    Failing,
+    far_off_tensors,
+    has_room,
+    name_mistakes,
+)
 from numdev.studies.audit.prepared_attention import Bench
 from numdev.studies.audit.row_screening import screened
 from numdev.system import System
@@ -52,13 +57,12 @@ class Attention:
             later.append(failing)
             return measured
         wrong = beyond(measured.rows)
-        is_far = any(
-            row.tensor in wrong and (row.baseline_ratio or 0) > FAR
-            for row in measured.rows
-        )
-        by_row = set(wrong) & set(runs.bench.by_row)
-        if by_row and not is_far and not kernel.declares:
-            failing.hold_to_known_way()
+        if not kernel.declares and not {*runs.bench.by_row}.isdisjoint(wrong):
+            far = far_off_tensors(measured.rows, wrong)
+            if not far:
+                failing.hold_to_known_way()
+            elif "out" not in far:
+                failing.hold_if_rounding_alone()
         name_mistakes(failing)
         return failing.measured
 

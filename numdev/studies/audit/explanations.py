@@ -66,7 +66,8 @@ class Likeness:
 
     words: str  # `as sdpa-flash rounds on this CPU`: the row's claim
     expected: Step
-    residual: float  # the root mean square of all tensors'
+    residual: float  # the root mean square of those of the tensors it explains
+    residuals: Mapping[str, float]  # by tensor, of all that it was compared with
 
     def without_its_bias(
         self, metrics: Sequence[Metrics], yardstick: Yardstick
@@ -372,7 +373,10 @@ class _Search:
             is_better = part not in self.best or together < self.best[part].residual
             if fits_all and is_better and together <= fits.EXPLAINS:
                 self.best[part] = Likeness(
-                    words=words, expected=expected, residual=together
+                    words=words,
+                    expected=expected,
+                    residual=together,
+                    residuals=left,
                 )
 
 
@@ -432,7 +436,9 @@ def _find_partial_cubic(
         f"as FlashAttention-4 rounds (block_kv {best[3]}), with its exponential "
         "in part of P"
     )
-    return Likeness(words=words, expected=best[2], residual=best[1])
+    return Likeness(
+        words=words, expected=best[2], residual=best[1], residuals={"out": best[1]}
+    )
 
 
 def held_to(
@@ -448,8 +454,14 @@ def held_to(
     these words."""
     for each, way in _known_ways(formats, bench, system):
         if each == words and (step := way()) is not None:
-            like = Likeness(words=words, expected=step, residual=1.0)
-            return {n: like for n in names if n in step and n in bench.by_row}
+            tensors = [n for n in names if n in step and n in bench.by_row]
+            like = Likeness(
+                words=words,
+                expected=step,
+                residual=1.0,
+                residuals=dict.fromkeys(tensors, 1.0),
+            )
+            return dict.fromkeys(tensors, like)
     return {}
 
 

@@ -11,7 +11,6 @@ are looked at again where the median over all of them does not pass."""
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -353,10 +352,13 @@ class Failing:
         self, likes: Mapping[str, Likeness], tensors: Collection[str]
     ) -> bool:
         """Replaces the call's rows by those measured against ways of rounding, and
-        returns True, where these explain nearly all of the errors of all `tensors` and
-        the call is within its limits then; else changes nothing and returns False.
-        `likes`: a way by tensor."""
-        if not {*tensors} <= {*likes} or any(x.residual > ENOUGH for x in likes.values()):
+        returns True, where these explain nearly all of the errors of each of `tensors`
+        and the call is within its limits then; else changes nothing and returns False.
+        `likes`: a way by tensor. How well they explain tensors within their limits does
+        not count."""
+        if not {*tensors} <= {*likes}:
+            return False
+        if any(likes[tensor].residuals[tensor] > ENOUGH for tensor in tensors):
             return False
         measured = dataclasses.replace(self.runs, likes=likes).measured()
         if right := not beyond(measured.rows):
@@ -505,7 +507,7 @@ def _conclude_kernel(calls: Sequence[Failing]) -> Counter[str]:
             continue
         # A search costs ten times what asking for a way does, and finds nothing in sound
         # code.
-        may_be = _may_be_rounding(call) or _errs_outside_output(call)
+        may_be = _may_be_rounding(call) or _errs_near_plain_output(call)
         if not early.misses and not call.kernel.declares and may_be:
             likely = [words for words, _ in claims.most_common(1)]
             only = (
@@ -593,11 +595,21 @@ def _order_calls(calls: Sequence[Failing]) -> Iterator[Failing]:
 FAR = 10.0  # no sound way of rounding errs so many times what plain attention does
 
 
-def _errs_outside_output(call: Failing) -> bool:
-    """Whether a row of a wrong tensor has no cause and the output is within its limits:
-    gradients or the log-sum-exp alone are wrong. Where exact gradients are 0, a sound way
-    may err many times as much as another."""
-    return bool(call.unnamed) and "out" not in call.wrong
+def far_off_tensors(rows: Sequence[DeviationRow], tensors: Collection[str]) -> set[str]:
+    """Returns those of `tensors` of which a row errs more than FAR times what plain
+    attention does. Rows without that ratio do not count."""
+    return {
+        row.tensor
+        for row in rows
+        if row.tensor in tensors and (row.baseline_ratio or 0.0) > FAR
+    }
+
+
+def _errs_near_plain_output(call: Failing) -> bool:
+    """Whether a row of a wrong tensor has no cause and the output is not far off, beyond
+    its limits or not. Gradients may be: where exact ones are nearly 0, or dS is a
+    subnormal number, a sound way may err many times as much as another."""
+    return bool(call.unnamed) and "out" not in far_off_tensors(call.rows, call.wrong)
 
 
 def _may_be_rounding(call: Failing) -> bool:
@@ -609,5 +621,4 @@ def _may_be_rounding(call: Failing) -> bool:
     if not call.unnamed or any(row.suspicion for row in call.rows if row.tensor == "out"):
         return False
     wrong = beyond(call.rows, narrow=False)
-    ratios = (r.baseline_ratio or 0.0 for r in call.rows if r.tensor in wrong)
-    return bool(wrong) and max(ratios, default=math.inf) <= FAR
+    return bool(wrong) and not far_off_tensors(call.rows, wrong)
