@@ -16,6 +16,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
 from numdev.errors import UsageError, closest, similar_file
+from numdev.target_names import name_of
 from numdev.yamlfile import (
     Names,
     Scalar,
@@ -380,7 +381,7 @@ def effects_request(target: str, flags: Mapping[str, object]) -> EffectsRequest:
     a model in the local Hugging Face cache, or `demo`; `flags`: options by field; None
     and () mean that an option was not set. Raises UsageError for a target that does not
     exist, and for a wrong option."""
-    name, path = Path(target).resolve().name, str(Path(target))
+    name, path = name_of(Path(target)), str(Path(target))
     if target == "demo" or not Path(target).exists():
         name, path = target, target if target == "demo" else _cached_model(target)
     asked = {**_options_set(flags), "target": name, "checkpoint": path}
@@ -439,7 +440,7 @@ def logprobs_request(
     if not 1 <= len(files) <= 2:
         raise UsageError(f"logprobs: expected one file or two, got {len(files)}")
     paths = tuple(str(Path(file)) for file in files)
-    asked = {**_options_set(flags), "target": Path(files[0]).name, "files": paths}
+    asked = {**_options_set(flags), "target": name_of(Path(files[0])), "files": paths}
     return validated(asked, LogprobsRequest, f"numdev logprobs {' '.join(files)}")
 
 
@@ -567,7 +568,7 @@ def _target_fields(
         named = read_yaml(path, config)
         return path.name, {n: getattr(named, n) for n in named.model_fields_set}
     if path.exists():
-        return path.resolve().name, {"checkpoint": str(path)}
+        return name_of(path), {"checkpoint": str(path)}
     return target, {"checkpoint": _cached_model(target)}
 
 

@@ -193,6 +193,17 @@ def marks(one: Any, sixteen: Any = (), **others: Any) -> Saturation:
     return merging_marks(pd.DataFrame(lines, columns=[*COLUMNS[2:]]))
 
 
+def test_a_report_in_the_cache_of_hugging_face_has_a_name(
+    bounds: Bounded, tmp_path: Path
+) -> None:
+    """Its own, not the hash under which it is stored."""
+    assert bounds(curves()).request["target"] == tmp_path.name
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "report.json").rename(tmp_path / "blobs" / "abc")
+    (tmp_path / "report.json").symlink_to("blobs/abc")
+    assert study.bounds(tmp_path / "report.json").request["target"] == "report.json"
+
+
 def test_proportion_is_lost_where_the_model_says() -> None:
     """With x = e - 1 the two doses are r^2 (L + n x)/(L + a x) apart, where r^2 = a/n:
     they have lost half of their lead (r) at x = L (r - 1)/(a - r n), and are merged (m)

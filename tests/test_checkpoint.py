@@ -466,21 +466,6 @@ def test_identity_is_of_config_and_weights(llama: Path) -> None:
     assert len({first, second, open_checkpoint(llama).identity()}) == 3
 
 
-def test_a_file_in_the_cache_of_hugging_face_has_a_name(tmp_path: Path) -> None:
-    """Not the hash under which it is stored; any other link is followed."""
-    model = tmp_path / "models--org--tiny"
-    snapshot = model / "snapshots" / ("1" * 40)
-    (model / "blobs").mkdir(parents=True)
-    snapshot.mkdir(parents=True)
-    (model / "blobs" / "abc").touch()
-    (snapshot / "model.pt").symlink_to("../../blobs/abc")
-    (tmp_path / "step7.pt").touch()
-    (tmp_path / "latest.pt").symlink_to("step7.pt")
-    names = [tensor_files.name_of(x) for x in (snapshot / "model.pt", snapshot)]
-    assert names == ["model.pt", "org/tiny"]
-    assert tensor_files.name_of(tmp_path / "latest.pt") == "step7.pt"
-
-
 @pytest.mark.parametrize("of_transformers", [True, False])
 @pytest.mark.parametrize("of_hub", [True, False])
 def test_progress_bars_are_afterwards_as_before(

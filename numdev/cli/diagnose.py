@@ -13,6 +13,7 @@ from numdev.cli.options import options_of
 from numdev.cli.session import Session, command
 from numdev.errors import UsageError
 from numdev.request_models import DiagnoseRequest
+from numdev.target_names import name_of
 from numdev.yamlfile import Scalar, validated
 
 
@@ -52,7 +53,7 @@ def diagnose(
     first = targets[0]
     asked = {
         **flags,
-        "target": first if first == "demo" else Path(first).resolve().name,
+        "target": first if first == "demo" else name_of(Path(first)),
         "targets": targets,
         "attention": attention_options(preset, attention),
         "kernels": flags["kernels"] or None,

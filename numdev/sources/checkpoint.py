@@ -43,13 +43,14 @@ from numdev.sources.containers import (
     containers_of_model,
     is_weights,
 )
-from numdev.sources.tensor_files import blaming, name_of, quiet, read_json
+from numdev.sources.tensor_files import blaming, quiet, read_json
 from numdev.sources.unsupported_files import (
     file_format,
     refuse_config,
     refuse_directory,
     refuse_pointer,
 )
+from numdev.target_names import name_of
 
 WHOLE = ("model.safetensors", "pytorch_model.bin")
 LENGTHS = (

@@ -38,10 +38,11 @@ from numdev.sources import tensor_files as storage
 from numdev.sources.checkpoint import VARIADIC
 from numdev.sources.containers import containers_of_model
 from numdev.sources.prompts import Prompt, read_text
-from numdev.sources.tensor_files import blaming, name_of, naming, quiet
+from numdev.sources.tensor_files import blaming, naming, quiet
 from numdev.sources.unsupported_files import refuse_pointer
 from numdev.sources.upstream_gradients import drawn_origin, with_drawn_gradient
 from numdev.system import System
+from numdev.target_names import name_of
 
 INDEX = "model_index.json"
 DENOISERS = ("unet", "transformer")  # the part that removes noise: the first there is

@@ -23,6 +23,7 @@ from numdev.sources.prompts import PROMPT
 from numdev.sources.tensor_files import identity, naming
 from numdev.studies.training.weights.run_checkpoints import training_step
 from numdev.studies.training.weights.weight_sets import WeightSet, open_weights
+from numdev.target_names import name_of
 
 YAML = (".yaml", ".yml")
 # Weights: what a model is built by, and what the demo reads
@@ -65,7 +66,7 @@ def find_stages(targets: Sequence[str]) -> tuple[tuple[Stage, ...], tuple[str, .
     paths = [path for target in targets for path in _checkpoints_of_target(target)]
     if len(set(paths)) < len(paths):
         raise UsageError(f"{targets[0]}: a checkpoint is given twice")
-    names = Counter(path.resolve().name for path in paths)
+    names = Counter(name_of(path) for path in paths)
     steps = {path: training_step(path) for path in paths}
     (step, times), *_ = Counter(steps.values()).most_common(1)
     if None not in steps.values():
@@ -77,7 +78,7 @@ def find_stages(targets: Sequence[str]) -> tuple[tuple[Stage, ...], tuple[str, .
         paths.sort(key=lambda path: steps[path] or 0)
     sound, left_out = list[Stage](), list[str]()
     for path in paths:
-        name = path.resolve().name
+        name = name_of(path)
         stage = Stage(
             target=str(path),
             name=name if names[name] == 1 else str(path),

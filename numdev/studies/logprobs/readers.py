@@ -47,6 +47,7 @@ from numdev.studies.logprobs.trainer_layouts import (
     prime_rl_sequences,
     slime_sequences,
 )
+from numdev.target_names import name_of
 
 STABLE = "STABLE"  # the file that prime-rl writes into a step's folder when it is whole
 ALIKE = 0.01  # of a value's size, up to which two records of it are the same
@@ -202,11 +203,10 @@ def _in_order(paths: Iterable[Path]) -> list[Path]:
 
 
 def _stem(path: Path) -> str:
-    """Returns the name of a file or folder, of a link what it leads to. That of a file is
+    """Returns the name of a file or folder (`name_of`). That of a file is
     without the suffixes PACKED and SUFFIXES, in small letters: `v1.2.jsonl.gz` is
     `v1.2`."""
-    path = path.resolve()
-    name = path.name
+    name = name_of(path)
     for suffix in (*PACKED, *SUFFIXES) if path.is_file() else ():
         name = name.removesuffix(suffix)
     return name

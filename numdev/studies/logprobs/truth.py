@@ -52,6 +52,7 @@ from numdev.studies.logprobs.routing_replay import (
     routing_of,
 )
 from numdev.system import System
+from numdev.target_names import name_of
 
 Attention = Literal["sdpa", "eager"]
 ATTENTIONS = ("sdpa", "eager")
@@ -195,7 +196,7 @@ class ExactModel:
         path = demo_checkpoint() if checkpoint == "demo" else Path(checkpoint)
         if not path.exists():
             raise UsageError(f"--model {checkpoint}: no such file or directory")
-        self.name = checkpoint if checkpoint == "demo" else path.name
+        self.name = checkpoint if checkpoint == "demo" else name_of(path)
         request = AuditRequest(
             target=self.name, checkpoint=str(path), model_dtype=FP64, stream=stream,
             device=device, sequences=1, length=8,

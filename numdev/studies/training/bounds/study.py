@@ -41,6 +41,7 @@ from numdev.studies.training.bounds.rounding_doses import (
     strength_in_words,
 )
 from numdev.studies.training.report import TrainReport, VariantRecord, VariantRole
+from numdev.target_names import name_of
 
 # Runs that start as the golden one does and compute otherwise
 PERTURBED: tuple[VariantRole, ...] = ("flash", "low_precision", "attention_precision")
@@ -111,7 +112,7 @@ def bounds(path: Path, *, command: str = "") -> records.BoundsReport:
     source = {"config": str(path), "sha256": sha256, "run": run.provenance.source}
     return records.BoundsReport(
         provenance=Provenance.now(command, run.provenance.system, source),
-        request={"run": str(path), "sha256": sha256, "target": path.resolve().name},
+        request={"run": str(path), "sha256": sha256, "target": name_of(path)},
         summary=summary,
         saturation=mark,
         answers=answers,
