@@ -32,6 +32,8 @@ from numdev.operations.function.process import FunctionProcess, Work
 from numdev.operations.function.reference import parameters_of_module
 from numdev.operations.function.trees import Arguments
 from numdev.report import FunctionReport, Outcome
+from numdev.report.io import expect_directory
+from numdev.studies.audit.finding_reproducers import FOLDER
 from numdev.studies.audit.function_for_script import ScriptTarget
 from numdev.studies.audit.function_reports import not_judged
 from numdev.studies.audit.function_reproducer import reproducer_of
@@ -89,12 +91,14 @@ def check_beside(
     `1e-2` or `rtol,atol`; the report then says how many wrong kernels it passes.
     `reproducers`: a directory for the script of a failed check; None: none is written.
 
-    Raises UsageError for wrong arguments; MeasurementError where the process does not
-    answer, and where the rules were made for another system."""
+    Raises UsageError for wrong arguments, as a file for `reproducers`; MeasurementError
+    where the process does not answer, and where the rules were made for another
+    system."""
     seeds = at_least_one_seed(seeds)
     tolerance = None if power is None else parsed_tolerance(power)
     make = calls_of(inputs, reference, shapes=shapes)
     system = System.probe(device)
+    rules = rules_before_runs(thresholds, system, reproducers)
     first = make(seeds[0])
     asked = Asked(
         name=name or (function if isinstance(function, str) else name_of(function)),
@@ -112,7 +116,6 @@ def check_beside(
     parts = [run_format(each, run) for each in wanted]
     source = name_of(inputs) if callable(inputs) else inputs and str(inputs)
     request = {"target": asked.name, "inputs": source or shapes}
-    rules = rules_of(thresholds, default_rules_for_functions)
     return judged_result(parts, request, system, rules, tolerance, reproducers)
 
 
@@ -122,6 +125,20 @@ def at_least_one_seed(seeds: int | Sequence[int]) -> tuple[int, ...]:
     if not every:
         raise UsageError("seeds: expected at least 1, got 0")
     return every
+
+
+def rules_before_runs(
+    thresholds: Thresholds, system: System, reproducers: str | Path | None
+) -> Rules:
+    """Returns the rules of a check of a function; `thresholds`: a gate file, or its
+    content; None: the default rules. Raises, so that nothing runs in vain, UsageError for
+    wrong rules and where the directory `reproducers`, unless that is None, is no place
+    for a script; MeasurementError where the rules were made for another system."""
+    if reproducers is not None:
+        expect_directory(Path(reproducers) / FOLDER, "reproducers")
+    rules = rules_of(thresholds, default_rules_for_functions)
+    check_system(system.as_dict(), rules)
+    return rules
 
 
 def _with_reproducer(
@@ -170,6 +187,7 @@ def check_problem(
     seeds = at_least_one_seed(seeds)
     tolerance = None if power is None else parsed_tolerance(power)
     system = System.probe(device)
+    rules = rules_before_runs(thresholds, system, reproducers)
     read = ProblemFile.read(Path(problem), system.device)
     parts: list[FormatPart] = []
     for fmt in _formats_to_check(formats, read.get_inputs):
@@ -192,7 +210,6 @@ def check_problem(
         script = ScriptTarget(file=Path(solution), name=SOLUTION, build=build)
         parts.append(run_format(asked, run, script))
     request = {"target": str(solution), "inputs": f"{read.path.name}:get_inputs"}
-    rules = rules_of(thresholds, default_rules_for_functions)
     return judged_result(parts, request, system, rules, tolerance, reproducers)
 
 
@@ -253,9 +270,7 @@ def judged_result(
     """Returns the result of runs, judged by the rules. `parts`: the runs in each format,
     at least one; `source`: further keys of the report's request; `tolerance`: rtol and
     atol, of which the report says what they pass; `reproducers`: a directory for the
-    script of a failed check; None: none is written. Raises MeasurementError where the
-    rules were made for another system."""
-    check_system(system.as_dict(), rules)
+    script of a failed check; None: none is written."""
     asked = parts[0].asked
     request = {
         "reference": name_of(asked.reference),
@@ -319,6 +334,7 @@ def match(
             again=False,
             outputs_only=True,
         )
+        check_system(system.as_dict(), rules)
         run = partial(run_all, lambda *_, **__: output, backward=False)
         part = run_format(asked, run)
         result = judged_result([part], {"target": asked.name}, system, rules)

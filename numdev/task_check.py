@@ -20,6 +20,7 @@ from numdev.function_check import (
     at_least_one_seed,
     judged_result,
     match,
+    rules_before_runs,
     run_format,
 )
 from numdev.gate.rules import default_rules_for_functions
@@ -98,6 +99,7 @@ def check_task(
     seeds = at_least_one_seed(seeds)
     tolerance = None if power is None else parsed_tolerance(power)
     system = System.probe(device)
+    rules = rules_before_runs(thresholds, system, reproducers)
     folder = TaskFolder.read(Path(task))
     with ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -124,7 +126,6 @@ def check_task(
             "inputs": f"{folder.path / 'reference.py'}:generate_input",
             "reference": f"{folder.path / 'reference.py'}:ref_kernel",
         }
-        rules = rules_of(thresholds, default_rules_for_functions)
         return judged_result([part], request, system, rules, tolerance, reproducers)
 
 
@@ -156,6 +157,7 @@ def check_definition(
     seeds = at_least_one_seed(seeds)
     tolerance = None if power is None else parsed_tolerance(power)
     system = System.probe(device)
+    rules = rules_before_runs(thresholds, system, reproducers)
     read = read_definition(Path(definition))
     with ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -185,7 +187,6 @@ def check_definition(
             "inputs": str(inputs or shapes or "normal numbers"),
             "reference": f"{definition}:run",
         }
-        rules = rules_of(thresholds, default_rules_for_functions)
         return judged_result([part], request, system, rules, tolerance, reproducers)
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import function_examples as examples
 import pytest
@@ -333,6 +334,40 @@ def with_sound_code(script: Path, wrong: str, sound: str) -> int:
     other = script.with_name("other.py")
     other.write_text(script.read_text().replace(wrong, sound))
     return ran(other)[0]
+
+
+def never(x: Tensor) -> Tensor:
+    raise AssertionError("it is not run")
+
+
+CHECKS = {
+    "function": lambda **options: check_beside(
+        never, reference=never, inputs=never, **options
+    ),
+    "problem": lambda **options: check_problem("no.py", problem="no.py", **options),
+    "task": lambda **options: check_task("no.py", task="no", **options),
+    "definition": lambda **options: check_definition(
+        "no.py:run", definition="no.json", **options
+    ),
+}
+
+
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+def test_a_file_for_scripts_is_refused_before_anything_runs(
+    check: Any, tmp_path: Path
+) -> None:
+    """Also above the folder, and in the place of the folder in it that gets the script;
+    wrong rules too."""
+    (tmp_path / "file").touch()
+    (tmp_path / "reproducers").touch()
+    words = "/{}: expected a directory for the results, got a file; choose another repro"
+    for folder, name in (
+        ("file", "file"), ("file/sub", "file"), (".", "reproducers"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=words.format(name)):
+            check(reproducers=tmp_path / folder, device="cpu")
+    with pytest.raises(UsageError, match="thresholds: unknown key 'limit'"):
+        check(thresholds={"limit": {}}, device="cpu")
 
 
 @pytest.mark.parametrize("backward", [False, pytest.param(True, marks=pytest.mark.slow)])
