@@ -76,7 +76,7 @@ def requested_dtype(
 ) -> torch.dtype | None:
     """Returns the floating-point dtype that a call's arguments (`dtype`, `out_dtype`,
     `input_dtype` or `half_to_float`) set for its result; None where they set none."""
-    for name in parameters_of(func).keys() & REQUESTS:
+    for name in filter(REQUESTS.__contains__, parameters_of(func)):
         dtype = operator_argument(func, args, kwargs, name)
         if name == "half_to_float" and dtype is True:
             return torch.float32

@@ -48,7 +48,9 @@ NOT_FOR_PIPELINES: tuple[str, ...] = (
     "stream",
 )
 FOR_MODELS: tuple[str, ...] = ("text", *NOT_FOR_PIPELINES, *FOR_PIPELINES)
-FOR_CHECKPOINTS = {*FOR_MODELS, "model_dtype", "length", "sequences"} - {"generate"}
+# In an order, since the first that is set is named
+FOR_CALLS: tuple[str, ...] = (*FOR_MODELS, "model_dtype", "length", "sequences")
+FOR_CHECKPOINTS = tuple(name for name in FOR_CALLS if name != "generate")
 
 
 class Located(Protocol):
@@ -283,7 +285,7 @@ class CallsSource(Source):
     def __init__(
         self, request: AuditRequest, system: System, *, calls: Sequence[AttentionCase]
     ) -> None:
-        refuse_options(request, "calls in memory", {*FOR_CHECKPOINTS, "generate"})
+        refuse_options(request, "calls in memory", FOR_CALLS)
         layers, self.calls = capturing.Layers(request.layers), calls
         names = [case.ref.case for case in calls]
         if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:

@@ -130,13 +130,15 @@ class Judge:
             formula_ratio=self.formula_ratio,
             kernel_steps=self.kernel_steps,
         )
-        lacking = set(BesideReference.model_fields) - {"form", "layout"}
+        # In the order of the fields: the report has the reasons in this order
+        lacking = [n for n in BesideReference.model_fields if n not in ("form", "layout")]
         if x is None:
             return about, dict.fromkeys(lacking, "a tensor of another form has no errors")
         if self.errors is None:
             count = self.mismatches(x)
             judged = {"mismatches"} if self.moved is None else {"mismatches", "moved"}
-            why = dict.fromkeys(lacking - judged, "integers are not rounded")
+            lacking = [name for name in lacking if name not in judged]
+            why = dict.fromkeys(lacking, "integers are not rounded")
             return about.model_copy(update={"mismatches": count}), why
         excess = self.errors.beside(x.double())
         nulls = {"mismatches": "no integers", **excess.nulls}

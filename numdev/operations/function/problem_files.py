@@ -7,7 +7,9 @@ are redrawn; else those of their seed."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -124,7 +126,8 @@ def module_of(path: Path) -> ModuleType:
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)
-    name = f"numdev_problem_{path.stem}_{abs(hash(path.resolve()))}"
+    digest = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()
+    name = f"numdev_problem_{path.stem}_{digest[:16]}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

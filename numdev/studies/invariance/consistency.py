@@ -82,7 +82,7 @@ def _row_contradictions(report: InvarianceReport) -> Iterator[str]:
     kernel's tensors are not those of its other ways, where gradients are missing without
     a reason, and for each way that has rows and was not planned."""
     plan = report.plan
-    kernels = {label(kernel) for kernel in plan.kernels}
+    kernels = dict.fromkeys(label(kernel) for kernel in plan.kernels)
     rows = grouped(report.rows, lambda r: (label(r), r.format, r.case, r.axis, r.variant))
     returned: dict[tuple[str, str, str], set[Tensor]] = {}
     for way, kernel in itertools.product(plan.ways, kernels):
