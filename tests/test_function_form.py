@@ -257,6 +257,7 @@ def test_tensors_in_a_dataclass_among_the_inputs_are_said_to_be_as_they_come() -
         (lambda x: (x * 2).to_sparse(), "a sparse_coo tensor"),
         (lambda x: torch.nested.nested_tensor([x * 2, x]), "nested"),
         (lambda x: torch.empty_quantized(x.shape, QUANTIZED), "quantized"),
+        (lambda x: torch.empty(x.shape, dtype=torch.uint4), "uint4, with which"),
     ],
 )
 def test_an_output_without_a_number_for_each_element_is_named(
@@ -266,6 +267,42 @@ def test_an_output_without_a_number_for_each_element_is_named(
     result = check_beside(function, reference=lambda x: x * 2, inputs=rows, device="cpu")
     assert result.verdict == "NOT JUDGED"
     assert f"each element, got a tensor that is {kind}" in result.in_short
+
+
+NO_NUMBERS = {
+    "float4_e2m1fn_x2": torch.float4_e2m1fn_x2,
+    "bits8": torch.bits8,
+    "bits2x4": torch.bits2x4,
+    "uint1": torch.uint1,
+    "uint7": torch.uint7,
+    "int4": torch.int4,
+}
+
+
+@pytest.mark.parametrize("name", NO_NUMBERS)
+def test_an_argument_of_bits_alone_is_refused(name: str) -> None:
+    """PyTorch cannot convert them: it raises errors of its own."""
+    words = f"of x, got a tensor that is {name}, with which PyTorch does not compute$"
+    data = torch.zeros(4, 8, dtype=torch.uint8).view(NO_NUMBERS[name])
+    with pytest.raises(UsageError, match=f"expected a number for each element {words}"):
+        check_beside(lambda x: x, reference=lambda x: x, inputs=lambda: (data,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.float8_e4m3fnuz])
+def test_a_result_in_a_dtype_of_no_format_has_another_form(dtype: torch.dtype) -> None:
+    """Such numbers as an argument are judged: they are exact in float64."""
+
+    def narrowed(x: Tensor) -> Tensor:
+        return (x.abs() * 3).to(dtype)
+
+    result = check_beside(narrowed, reference=lambda x: x.abs() * 3, inputs=rows)
+    assert result.verdict == "FAIL"
+    name = str(dtype).removeprefix("torch.")
+    assert f"output: it is {name}, not float32" in str(result).replace("\n", " ")
+    double = lambda x: x.float() * 2  # noqa: E731
+    assert check_beside(
+        double, reference=double, inputs=lambda seed: (narrowed(rows(seed)[0]),)
+    ).passed
 
 
 def test_integers_that_no_data_change_judge_nothing() -> None:

@@ -24,6 +24,8 @@ from numdev.tensor_properties import GRADIENT
 OUTPUT = "output"
 LONGEST_NAME = 70  # characters of a name, beside what tells two apart
 Values = dict[str, Tensor]  # tensors by name
+# Dtypes that are names for bits alone: PyTorch cannot even convert them
+UNCOMPUTED = re.compile(r"bits\d+(x\d)?|u?int[1-7]|float4_\w+")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -179,13 +181,16 @@ def identifier(path: str) -> str:
 
 
 def without_numbers(x: Tensor) -> str | None:
-    """Returns in words why a tensor has no memory with a number for each element: on the
-    device meta, sparse, nested or quantized; None where it has."""
+    """Returns in words why a tensor has no memory with a number for each element that
+    PyTorch computes with: on the device meta, sparse, nested, quantized, or of a dtype in
+    UNCOMPUTED; None where it has."""
+    dtype = str(x.dtype).removeprefix("torch.")
     kinds = {
         "on the device meta": x.is_meta,
         "nested": x.is_nested,
         f"a {str(x.layout).removeprefix('torch.')} tensor": x.layout != torch.strided,
         "quantized": x.is_quantized,
+        f"{dtype}, with which PyTorch does not compute": UNCOMPUTED.fullmatch(dtype),
     }
     return next((kind for kind, holds in kinds.items() if holds), None)
 

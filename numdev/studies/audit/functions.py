@@ -378,8 +378,8 @@ class PreparedFunction:
     def as_output(
         self, tensors: Mapping[str, Tensor], ran: str | None = None
     ) -> FunctionTensors:
-        """Returns these tensors (rows, by name) as an output of the function, integers
-        and bools in float64. `ran`: what ran, in words."""
+        """Returns these tensors (rows, by name) as an output of the function, those of
+        a dtype of no format, as integers, in float64. `ran`: what ran, in words."""
         return FunctionTensors(
             tensors={name: _floating(x) for name, x in tensors.items()}, ran=ran
         )
@@ -425,8 +425,13 @@ class Functions:
 
 
 def _floating(x: Tensor) -> Tensor:
-    """Returns a floating-point tensor as it is, integers and bools in float64."""
-    return x if x.is_floating_point() else x.double()
+    """Returns a tensor of a dtype that has a format as it is; any other, of integers, of
+    bools or of another floating-point dtype (float8_e8m0fnu), in float64."""
+    try:
+        format_of(x.dtype)
+    except UsageError:
+        return x.double()
+    return x
 
 
 def _promoting(x: Tensor) -> Tensor:
