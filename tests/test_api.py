@@ -20,7 +20,8 @@ import subprocess
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -497,6 +498,57 @@ def test_a_log_sum_exp_that_is_none_does_not_pass(
         f"cpu, got {got}"
     )
     assert words in " ".join(str(result).split())
+
+
+def as_nested(x: Tensor, layout: torch.layout = torch.strided) -> Tensor:
+    return torch.nested.nested_tensor(list(x.detach()), layout=layout)
+
+
+def as_float4(x: Tensor) -> Tensor:
+    """Bits alone, of the same shape."""
+    return torch.zeros(x.shape, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+
+
+OUTPUTS: Mapping[str, Callable[[Tensor], object]] = {
+    "a nested tensor": as_nested,
+    "a nested tensor ": partial(as_nested, layout=torch.jagged),
+    "a torch.sparse_coo tensor": lambda x: x.detach().to_sparse(),
+    "torch.complex64 on cpu": lambda x: x.float() + 0j,
+    "torch.bfloat16 on meta": lambda x: x.to("meta"),
+    "ndarray": lambda x: x.detach().float().numpy(),
+    "None": lambda x: None,
+    "dict": lambda x: {"out": x},
+    "torch.float8_e8m0fnu, which numdev has no format for": lambda x: (
+        x.detach().abs().float().to(torch.float8_e8m0fnu)
+    ),
+    "torch.float4_e2m1fn_x2, which numdev has no format for": as_float4,
+}
+
+
+@pytest.mark.parametrize("got", OUTPUTS)
+def test_what_is_no_output_is_the_kernels_fault(got: str) -> None:
+    """A line says what was expected and what came; in place of the log-sum-exp too."""
+    case = {"batch": 1, "heads": 2, "seq_len": 4, "head_dim": 8}
+    as_got = OUTPUTS[got]
+    wrong = {
+        "out: expected a floating-point tensor of shape [1, 2, 4, 8]": (
+            lambda q, k, v: as_got(plain(q, k, v))
+        ),
+        "log-sum-exp: expected a floating-point tensor of shape [1, 2, 4]": (
+            lambda q, k, v: (plain(q, k, v), as_got(q[..., 0]))
+        ),
+    }
+    for words, kernel in wrong.items():
+        if got == "None" and "log-sum-exp" in words:  # it offers none
+            continue
+        result = numdev.check(kernel, cases=case, formats="bfloat16", backward=False)
+        [row] = [row for row in result.report.rows if row.role == "kernel"]
+        reason = f"MeasurementError: {words} on cpu, got {got.strip()}"
+        assert (result.verdict, row.status, row.reason) == (
+            "NOT JUDGED",
+            "failed",
+            reason,
+        )
 
 
 def test_what_is_found_in_one_call_is_held_against_all_others(monkeypatch: Any) -> None:

@@ -257,6 +257,47 @@ def test_raising_and_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert (quiet[0], figure_in(quiet)) == (0, 0)
 
 
+WRONG_RESULTS = {  # in place of an output of shape [2, 2, 5, 7]
+    "nested": "a nested tensor as out;",
+    "sparse": "a torch.sparse_coo tensor as out;",
+    "meta": "torch.float32 of shape [2, 2, 5, 7] on meta as out;",
+    "nothing": "NoneType as out;",
+    "narrow": "torch.float8_e8m0fnu, a format that was not measured as out;",
+    "odd_lse": "torch.float32 of shape [2, 2, 5, 1] on cpu as log-sum-exp;",
+}
+
+
+def test_a_result_of_another_form_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In words of the script, not in PyTorch's; a sound result runs."""
+    (tmp_path / "odd_results.py").write_text(
+        "import torch\n"
+        "def out(q, v):\n    return v.mean(2, keepdim=True).expand(*q.shape[:3], -1)\n"
+        "def nested(q, k, v):\n    return torch.nested.nested_tensor(list(out(q, v)))\n"
+        "def sparse(q, k, v):\n    return out(q, v).to_sparse()\n"
+        "def meta(q, k, v):\n    return out(q, v).to('meta')\n"
+        "def nothing(q, k, v):\n    return None\n"
+        "def narrow(q, k, v):\n    return out(q, v).abs().to(torch.float8_e8m0fnu)\n"
+        "def odd_lse(q, k, v):\n    return out(q, v), q[..., :1]\n"
+        "def weights(q, k, v):\n    return out(q, v), q @ k.mT\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    case = make_case(
+        batch=2, heads=2, q_len=5, kv_len=6, head_dim=8, v_dim=7, dtype=torch.float32
+    )
+    of: Any = {"metric": "raises", "observed": 0.0, "tensor": "out", "head": 0}
+    of |= {"words": "Look.", "system": SYSTEM}
+    scripts = [
+        reproducer.write(tmp_path / name, case, find(f"odd_results:{name}"), {}, **of)
+        for name in (*WRONG_RESULTS, "weights")
+    ]
+    *wrong, sound = run(*scripts, path=tmp_path)
+    for (code, text), words in zip(wrong, WRONG_RESULTS.values(), strict=True):
+        assert (code, text.splitlines()[-2]) == (1, f"the kernel returns {words}"), text
+    assert (sound[0], "the kernel runs" in sound[1]) == (0, True)
+
+
 def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
     """A format without a dtype, a gradient of what is not finite; a metric that no figure
     shows."""

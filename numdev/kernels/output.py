@@ -74,14 +74,20 @@ def as_output(result: object, case: AttentionCase) -> Output:
     are dropped. A second element of the shape of attention weights [batch, heads, q_len,
     kv_len] is dropped too: `not_lse` then says so. Raises MeasurementError where a tensor
     of the Output does not have the shape that the case asks for, is not dense, is not of
-    floating point, or is on another device; and for a result of another type."""
+    floating point, has a dtype of no format, or is on another device; and for a result of
+    another type."""
     rows = tuple(case.q.shape[:3])
     if isinstance(result, Output):
         output = result
     else:
         out, *others = result if isinstance(result, tuple) and result else (result,)
         second = others[0] if others else None
-        if isinstance(second, Tensor) and tuple(second.shape) == (*rows, case.k.shape[2]):
+        weights = (*rows, case.k.shape[2])
+        if (
+            isinstance(second, Tensor)
+            and not second.is_nested
+            and tuple(second.shape) == weights
+        ):
             words = (
                 f"attention weights {list(second.shape)}, expected the "
                 f"log-sum-exp {list(rows)}"
@@ -99,17 +105,24 @@ def as_output(result: object, case: AttentionCase) -> Output:
 
 def _check(what: str, x: object, shape: tuple[int, ...], case: AttentionCase) -> None:
     """Raises MeasurementError unless x is a dense floating-point tensor of this shape on
-    the case's device. `what`: its name in the message."""
+    the case's device, of a dtype that has a format. `what`: its name in the message."""
     if not isinstance(x, Tensor):
-        problem = type(x).__name__
-    elif tuple(x.shape) != shape:
-        problem = f"shape {list(x.shape)}"
+        problem = "None" if x is None else type(x).__name__
+    elif x.is_nested:  # it may raise where it is asked for its shape
+        problem = "a nested tensor"
     elif x.layout is not torch.strided:
         problem = f"a {x.layout} tensor"
+    elif tuple(x.shape) != shape:
+        problem = f"shape {list(x.shape)}"
     elif not x.is_floating_point() or x.device != case.q.device:
         problem = f"{x.dtype} on {x.device}"
     else:
-        return
+        try:
+            format_of(x.dtype)
+        except UsageError:
+            problem = f"{x.dtype}, which numdev has no format for"
+        else:
+            return
     raise MeasurementError(
         f"{what}: expected a floating-point tensor of shape {list(shape)} on "
         f"{case.q.device}, "
