@@ -42,7 +42,7 @@ from numdev.studies.audit.reproducer_script import name_of
 from numdev.studies.effects.report import EffectsReport
 from numdev.studies.invariance.report import InvarianceReport
 from numdev.studies.logprobs.report import LogprobsReport
-from numdev.system import System
+from numdev.system import System, expect_device
 
 R = TypeVar("R", bound=Report)
 # Of a forward pass, by name or in order
@@ -439,8 +439,9 @@ def measure(
     that see no key are left out. A number that means nothing is None, with the reason in
     `nulls`.
 
-    Raises UsageError for tensors that do not fit together, MeasurementError for an `out`
-    of another shape or device, or without floating-point numbers."""
+    Raises UsageError for tensors that do not fit together or are neither on a CPU nor on
+    CUDA, MeasurementError for an `out` of another shape or device, or without
+    floating-point numbers."""
     case = AttentionCase(
         ref=CaseRef(case="call"),
         q=q.detach(),
@@ -456,8 +457,7 @@ def measure(
         any_format=True,
         claims=lambda case, output, system: {"preset": "fa2"},
     )
-    if q.is_meta:
-        raise UsageError("q: expected a tensor with values, got one on the device meta")
+    expect_device("q", q.device.type)
     fmt = case.format.name
     task = Task(case=case.ref, role="kernel", kernel=kernel.name, format=fmt)
     rows = measure_one(task, kernel, case, System.probe("cpu"))

@@ -269,6 +269,13 @@ class AttentionCase:
         return dataclasses.replace(self, **tensors)
 
 
+def expect_values(case: AttentionCase, named: str) -> None:
+    """Raises UsageError for a case of tensors without values, on the device meta.
+    `named`: the case in the message."""
+    if case.q.is_meta:
+        raise UsageError(f"{named}: expected tensors with values, got {case.q.device}")
+
+
 def _storage_dtype(fmt: Format) -> tuple[torch.dtype, Format | None]:
     """Returns the dtype in which values of `fmt` are stored, and None; where torch has no
     dtype of `fmt`, the narrowest of float32 and float64 that has all its values, and

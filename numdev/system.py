@@ -31,6 +31,7 @@ RECORDED_PACKAGES = (
     "numpy",
     *OPTIONAL_PACKAGES,
 )
+DEVICES = ("cpu", "cuda")  # on which numdev computes
 _VERSION_FILE = Path("/proc/driver/nvidia/version")
 _HEAD = re.compile(r"^(Name|Version): *(.*\S)", re.MULTILINE)
 _MODULE = r"Kernel Module(?: for \S+)? +(\d[\d.]*)"
@@ -71,7 +72,7 @@ class System:
         from torch.nn.attention import current_flash_attention_impl
 
         has_cuda = torch.cuda.is_available()
-        if device not in ("auto", "cpu", "cuda"):
+        if device not in ("auto", *DEVICES):
             raise UsageError(f"device: expected auto, cpu or cuda, got {device!r}")
         if device == "cuda" and not has_cuda:
             raise UsageError("no CUDA device is available here", hint="use --device cpu")
@@ -96,6 +97,20 @@ class System:
         of the packages."""
         recorded = {n: v for n, v in self.packages.items() if n in RECORDED_PACKAGES}
         return {**asdict(self), "packages": recorded}
+
+
+def expect_device(name: str, device: str) -> None:
+    """Raises UsageError where numdev does not compute on a type of device (`mps`, `xpu`),
+    or that has no values (`meta`). `name`: that of the tensor there."""
+    if device == "meta":
+        what = f"{name}: expected a tensor with values, got one on the device meta"
+        raise UsageError(what)
+    if device not in DEVICES:
+        expected = " or ".join(DEVICES)
+        raise UsageError(
+            f"{name}: expected a tensor on {expected}, got one on {device}",
+            hint="move it with .cpu()",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

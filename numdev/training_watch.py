@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from numdev.argument_checks import expect_fields
-from numdev.cases import AttentionCase
+from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import MeasurementError, UsageError, one_line
 from numdev.gate.findings import findings_in
 from numdev.gate.judging import judge
@@ -34,7 +34,7 @@ from numdev.sources import capture as capturing
 from numdev.studies.audit.case_measurement import measure_one
 from numdev.studies.audit.plan import Plan, Planned, plan_kernels
 from numdev.studies.audit.prepared_attention import part
-from numdev.system import System
+from numdev.system import System, expect_device
 
 WORST = ("floor_ratio", "expected_ratio", "baseline_ratio", "max_abs", "rms", "nonfinite")
 LOG = logging.getLogger("numdev")
@@ -242,21 +242,23 @@ class _Observer(TorchFunctionMode):
         measures the call; an error in that is logged, and not raised."""
         out = F.scaled_dot_product_attention(*args, **kwargs)
         try:
+            ref = self.names.next_call()  # it was seen, whatever comes
+            expect_device("the output of attention", out.device.type)
             with torch.no_grad(), torch.autocast(out.device.type, enabled=False):
-                self._measure_call(out, *args, **kwargs)
+                self._measure_call(ref, out, *args, **kwargs)
         except Exception as error:  # training goes on
             self.owner.log(one_line(error))
         return out
 
     def _measure_call(
-        self, out: Tensor, query: Tensor, key: Tensor, value: Tensor,
+        self, ref: CaseRef, out: Tensor, query: Tensor, key: Tensor, value: Tensor,
         attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
         scale: float | None = None, enable_gqa: bool = False,
     ) -> None:  # fmt: skip
         """Counts the call. Where it is among those to measure at this step, measures it
-        from its arguments and output, and appends its numbers to `numbers`. `out`:
-        [batch, heads, q_len, v_dim]."""
-        ref, owner, number = self.names.next_call(), self.owner, self.met
+        from its arguments and output, and appends its numbers to `numbers`. `ref`: its
+        name; `out`: [batch, heads, q_len, v_dim]."""
+        owner, number = self.owner, self.met
         self.met += 1
         if not owner.first <= number < owner.first + owner.calls:
             return

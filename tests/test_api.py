@@ -37,11 +37,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import numdev
 from numdev import report as report_io
 from numdev import testing
+from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import MeasurementError, UsageError
 from numdev.kernels import find
 from numdev.kernels.plain_functions import untested_parameters
 from numdev.studies.audit import isolation, mistake_search
 from numdev.studies.audit.kernel_check import FEATURES, CheckSource, default_cases
+from numdev.system import expect_device
 from numdev.testing import CheckFailed, check_attention
 
 ROOT = Path(__file__).parent.parent
@@ -509,6 +511,43 @@ def as_float4(x: Tensor) -> Tensor:
     return torch.zeros(x.shape, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
 
 
+class Elsewhere(Tensor):
+    """A tensor that says that it is on Apple's GPU."""
+
+    device = property(lambda self: torch.device("mps"))
+
+
+def test_tensors_on_another_device_are_refused() -> None:
+    """In a line, which says what was expected and what came."""
+    q = torch.randn(1, 2, 4, 8)
+    for of, words in (
+        (q.to("meta"), "q: expected a tensor with values, got one on the device meta"),
+        (q.as_subclass(Elsewhere), "q: expected a tensor on cpu or cuda, got one on mps; move it with .cpu()"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError) as caught:
+            numdev.measure(of, of, of, of)
+        assert str(caught.value) == words
+    with pytest.raises(
+        UsageError, match="k: expected a tensor on cpu or cuda, got one on xpu"
+    ):
+        expect_device("k", "xpu")
+    expect_device("k", "cuda")
+
+
+def test_calls_without_values_are_refused() -> None:
+    """In an audit also where they are not the first call."""
+
+    def call(name: str, device: str) -> AttentionCase:
+        q = torch.zeros(1, 2, 4, 8, device=device)
+        return AttentionCase(ref=CaseRef(case=name), q=q, k=q, v=q, scale=1.0)
+
+    words = "attention case 'b': expected tensors with values, got meta"
+    with pytest.raises(UsageError, match=words):
+        numdev.audit([call("a", "cpu"), call("b", "meta")], kernels="sdpa-math")
+    with pytest.raises(UsageError, match=words):
+        numdev.check(plain, cases=call("b", "meta"))
+
+
 OUTPUTS: Mapping[str, Callable[[Tensor], object]] = {
     "a nested tensor": as_nested,
     "a nested tensor ": partial(as_nested, layout=torch.jagged),
@@ -896,6 +935,18 @@ class Attending(torch.nn.Module):
         if self.after:
             self.after()
         return x
+
+
+def test_a_watched_model_on_another_device_is_said_to_be_there(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Not that it made no attention call."""
+    model = Attending().to("meta")
+    with numdev.watch(model):
+        model(torch.zeros(1, 4, 8, device="meta"))
+    [record] = caplog.records
+    words = "output of attention: expected a tensor with values, got one on the device"
+    assert words in record.getMessage()
 
 
 def modes() -> int:

@@ -30,7 +30,7 @@ from torch import Tensor
 import numdev
 from numdev import temporary_files
 from numdev.argument_checks import checked
-from numdev.cases import AttentionCase, CaseRef, Phase, Window, mask_kind
+from numdev.cases import AttentionCase, CaseRef, Phase, Window, expect_values, mask_kind
 from numdev.errors import MeasurementError, NumdevError, UsageError, cannot_write
 from numdev.sources import tensor_files as storage
 from numdev.sources.tensor_files import FETCH
@@ -450,8 +450,7 @@ def _refuse_unstorable(case: AttentionCase, named: str) -> None:
     if case.working is not None:
         got = case.working.name
         raise UsageError(f"{named}: expected a format that torch has, got {got}")
-    if case.q.is_meta:
-        raise UsageError(f"{named}: expected tensors with values, got {case.q.device}")
+    expect_values(case, named)
 
 
 @checked

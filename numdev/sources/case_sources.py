@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from numdev.cases import AttentionCase, CaseRef, laid_out, transposed
+from numdev.cases import AttentionCase, CaseRef, expect_values, laid_out, transposed
 from numdev.errors import UsageError
 from numdev.formats import dtype_of, format_named
 from numdev.request_models import AuditRequest, CaseConfig, demo_checkpoint
@@ -279,13 +279,16 @@ class TensorFileSource(Source):
 
 class CallsSource(Source):
     """Attention calls in memory, with a drawn grad_out where gradients are asked for and
-    a call has none. Raises UsageError for two calls of one name, for an option that only
-    models have, and where no call is in a layer that was asked for."""
+    a call has none. Raises UsageError for two calls of one name, for a call without
+    values, for an option that only models have, and where no call is in a layer that was
+    asked for."""
 
     def __init__(
         self, request: AuditRequest, system: System, *, calls: Sequence[AttentionCase]
     ) -> None:
         refuse_options(request, "calls in memory", FOR_CALLS)
+        for case in calls:
+            expect_values(case, f"attention case {case.ref.case!r}")
         layers, self.calls = capturing.Layers(request.layers), calls
         names = [case.ref.case for case in calls]
         if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from numdev.cases import AttentionCase
+from numdev.cases import AttentionCase, expect_values
 from numdev.errors import Refused, UsageError, closest, one_line
 from numdev.formats import all_finite
 from numdev.gate.judgement import Judgement
@@ -139,7 +139,8 @@ class CheckSource(ConfigSource):
     grad_out where `gradients` is True. AttentionCases and captured calls come once; with
     `gradients` one without a grad_out gets one that is drawn with the first seed. Raises
     UsageError for an unknown name, for a wrong key or value, for a file that cannot be
-    read, for no case or no seed, and for two cases of one name and seed."""
+    read, for a case without values, for no case or no seed, and for two cases of one name
+    and seed."""
 
     def __init__(
         self,
@@ -176,6 +177,7 @@ class CheckSource(ConfigSource):
         or value, and a file that cannot be read or has no cases."""
         seed = self._seeds[0] if self._gradients else None
         if isinstance(named, AttentionCase):
+            expect_values(named, f"attention case {named.ref.case!r}")
             return [as_located(with_drawn_gradient(copied(named, self._device), seed))]
         if isinstance(named, Mapping):
             return self._draw_cases(
