@@ -8,7 +8,7 @@ import re
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +47,7 @@ from numdev.yamlfile import validated
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+    from numdev.studies.invariance.report import InvarianceRow
     from numdev.task_check import BuiltSolution
 
 Thresholds = str | Path | Mapping[str, object] | None
@@ -268,7 +269,9 @@ def _check_result(
         messages.append("backward=True asks for gradients, and none could be measured.")
     left_out = tuple(_not_tested_sentences(report, planned.kernel.adapted))
     changes, untried = (
-        _axis_findings(planned, source, plan, axes, rules) if axes else ((), [])
+        _axis_findings(planned, source, plan, axes, rules, _noisy_formats(report))
+        if axes
+        else ((), [])
     )
     sound = judgement.outcome is Outcome.PASSED and not lacking
     words = _verdict_words(name, report, judgement, sound, changes, untried)
@@ -288,6 +291,13 @@ def _has_gradients(report: AuditReport) -> bool:
     """Whether dq, dk or dv of the kernel was measured in at least one case."""
     ok = (r for r in report.rows if r.role == "kernel" and r.status == "ok")
     return any(row.tensor in GRADIENTS for row in ok)
+
+
+def _noisy_formats(report: AuditReport) -> set[str]:
+    """Returns the names of the formats in which the kernel's output or log-sum-exp
+    changed between runs on the same inputs."""
+    rows = (r for r in report.rows if r.role == "kernel" and r.tensor not in GRADIENTS)
+    return {row.format for row in rows if row.noise}
 
 
 def _kernel_of(
@@ -455,13 +465,18 @@ def check_attention(
 
 
 def _axis_findings(
-    planned: Planned, source: CheckSource, plan: Plan, names: Sequence[str], rules: Rules
+    planned: Planned,
+    source: CheckSource,
+    plan: Plan,
+    names: Sequence[str],
+    rules: Rules,
+    noisy: Collection[str],
 ) -> tuple[Sequence[Finding], list[str]]:
     """Returns findings on axes along which a kernel changes bits, on the cases that it
-    takes; and a sentence for each test of an axis, in a format, that could not be judged.
-    The axes are `names`; a kernel that does not repeat itself has a finding on `repeat`
-    instead. A change along one axis that follows from a graver one along another has no
-    finding."""
+    takes; and a sentence for each test of an axis, in a format, that could not be judged,
+    as all where the kernel does not repeat itself. The axes are `names`. A change along
+    one axis that follows from a graver one along another has no finding. `noisy`: formats
+    in which the kernel is known not to repeat itself."""
     from numdev.studies.invariance.study import (
         SECTIONS,
         InvarianceStudy,
@@ -491,7 +506,31 @@ def _axis_findings(
     unjudged = (t for t in _unjudged_tests(judgement) if t.reasons)
     untried = [f"{planned.kernel.name}: {test.reasons[0]}." for test in unjudged]
     wrong = [f for f in findings(judgement, report)[0] if f.severity == "exceeded"]
+    untried += _unrepeated_sentences(report.rows, names, wrong, noisy)
     return wrong, untried
+
+
+def _unrepeated_sentences(
+    rows: Sequence[InvarianceRow],
+    names: Sequence[str],
+    wrong: Sequence[Finding],
+    noisy: Collection[str],
+) -> Iterator[str]:
+    """Yields a sentence for each axis of `names`, in a format in which the
+    kernel does not repeat itself: what is bit-identical along it may be so by luck. None
+    for an axis along which the kernel ran in no call, or that has a finding among
+    `wrong`. `rows`: those of the kernel; `noisy`: formats in which it is known not to
+    repeat itself, beside those that the rows show."""
+    from numdev.studies.invariance.study import OTHER_ANSWER
+
+    unsteady = {row.format for row in rows if row.repeats is False} | {*noisy}
+    unsteady |= {row.format for row in rows if row.axis == "repeat" and row.differ}
+    accused = {(f.rule.partition(" ")[0], fmt) for f in wrong for fmt in f.formats}
+    ran = {(r.axis, r.format): r.kernel for r in rows if r.status == "ok"}
+    for (axis, fmt), kernel in ran.items():
+        is_judged = fmt not in unsteady or (axis, fmt) in accused
+        if axis in names and not is_judged:
+            yield f"{kernel}: {axis} ({fmt}) is not judged: {OTHER_ANSWER}."
 
 
 def rules_of(thresholds: Thresholds, default: Callable[[], Rules]) -> Rules:

@@ -4,6 +4,7 @@ same."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -60,7 +61,7 @@ from numdev.studies.invariance.model_output import _output_pairs
 from numdev.studies.invariance.report import Cause, InvarianceReport, InvarianceRow
 from numdev.studies.invariance.study import invariance
 from numdev.studies.invariance.view import blocks
-from numdev.testing import CheckFailed, check_attention
+from numdev.testing import CheckFailed, check, check_attention
 
 CASE = {
     "name": "c", "heads": 2, "kv_heads": 2, "seq_len": 64, "head_dim": 32, "causal": True,
@@ -697,6 +698,50 @@ def test_a_check_holds_a_function_to_axes(tmp_path):
             planted.takes_no_mask, invariant=["mask"], **how | {"claims": None}
         )
     assert failed.value.result.verdict == "NOT JUDGED"
+
+
+def unsteady(period, batch):
+    """A kernel that errs in each `period`-th of its calls; of those of this `batch`, if
+    that is not None."""
+    calls = itertools.count(1)
+
+    def attend(q, k, v, is_causal=False, scale=None):
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=is_causal, scale=scale
+        )
+        errs = batch in (None, len(q)) and not next(calls) % period
+        return out * (1 + torch.finfo(out.dtype).eps * errs)
+
+    return attend
+
+
+@pytest.mark.parametrize(
+    ("period", "batch", "axes", "verdict"),
+    [
+        (2, None, ["batch"], "FAIL"),
+        (2, None, ["batch", "chunks", "repeat"], "FAIL"),
+        (3, 3, ["batch"], "NOT JUDGED"),  # in no run of the check
+        (4, 3, ["batch", "neighbours", "repeat"], "FAIL"),
+    ],
+)
+def test_axes_of_a_kernel_that_does_not_repeat_itself_are_not_judged(
+    period, batch, axes, verdict
+):
+    """Neither those whose bits differ nor those whose bits are the same by luck: each is
+    named."""
+    case = {"name": "a", "heads": 2, "seq_len": 33, "head_dim": 16, "batch": 3}
+    result = check(
+        unsteady(period, batch),
+        cases=case,
+        formats="bfloat16",
+        backward=False,
+        invariant=axes,
+    )
+    assert result.verdict == verdict
+    sentences = {re.sub(r" \(bfloat16\)", "", sentence) for sentence in result.untried}
+    why = "is not judged: the kernel gives another answer to the same call."
+    assert sentences == {f"attend: {axis} {why}" for axis in axes if axis != "repeat"}
+    assert all(sentence in " ".join(str(result).split()) for sentence in result.untried)
 
 
 def test_an_fp8_cache_parts_at_the_first_length_with_two_tiles(tmp_path):

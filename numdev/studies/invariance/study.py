@@ -93,6 +93,7 @@ from numdev.studies.invariance.tiling_cause import cause_fields
 from numdev.studies.invariance.verdict import ALIKE
 from numdev.system import System
 
+OTHER_ANSWER = "the kernel gives another answer to the same call"
 STEADY = ("out", "lse")  # what every kernel is asked to repeat, bit by bit
 WATCHED = ("unwritten", "graph", "compiled")  # ways in which a sound kernel may not run
 SECTIONS = ("capture", "kernels", "reference", "comparing", "causes", "model", "other")
@@ -481,14 +482,13 @@ class InvarianceStudy:
             ]
             noise = max([1.0, *(row.excess or 0.0 for row in unsteady)])
             if unsteady and max(excesses, default=0.0) <= ALIKE * noise:
-                why = "the kernel gives another answer to the same call"
                 yield InvarianceRow(
                     **about,
                     tensor="out",
                     tensors=(),
                     status="skipped",
                     excuse="repeat",
-                    reason=why,
+                    reason=OTHER_ANSWER,
                     repeats=False,
                 )
                 return
