@@ -4,11 +4,17 @@ a sum makes; one that is not has none of them."""
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from loaded import load
+from loaded import ROOT, load
 from planted import CATALOGUE
 
 from numdev.cases import AttentionCase
@@ -20,6 +26,7 @@ from numdev.metrics import narrow_sum_search_scope
 from numdev.operations.attention.explain.narrow_sums import CERTAIN, Sums
 from numdev.report import AuditReport
 from numdev.sources.upstream_gradients import with_drawn_gradient
+from numdev.studies.audit.finding_reproducers import reproduce
 from numdev.testing import check
 
 rates = load("benchmarks/suspicion_rates.py")
@@ -108,6 +115,43 @@ def test_the_default_rules_catch_it(report: AuditReport) -> None:
     middle = [r.expected_ratio for r in report.rows if r.tensor == "dq"]
     assert max(x for x in middle if x is not None) < 1.05
     judge_report(report)
+
+
+def test_a_check_writes_a_script_that_shows_it(tmp_path: Path) -> None:
+    """On a smaller call, and not for a sound function in its place."""
+    function = CATALOGUE["narrow-dq-128"].function
+    result = check(function, cases=LONG, formats="bfloat16", reproducers=tmp_path)
+    assert result.reproducer is not None, result.notes
+    script = result.reproducer.read_text()
+    assert 'TENSOR, HEAD = "dq", 0' in script
+    sound = result.reproducer.with_name("sound.py")
+    other = "torch.nn.functional.scaled_dot_product_attention(q,"
+    sound.write_text(script.replace("= narrow_dq_128(q,", f"= {other}"))
+    path = os.pathsep.join(str(ROOT / name) for name in (".", "benchmarks", "tests"))
+    for file, code in ((result.reproducer, 1), (sound, 0)):
+        ran = subprocess.run(
+            [sys.executable, file], capture_output=True, text=True,
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert ran.returncode == code, ran.stdout + ran.stderr
+
+
+def test_what_no_script_shows_is_said_before_a_call_is_made_small(
+    report: AuditReport, tmp_path: Path
+) -> None:
+    """No call is drawn and no kernel runs for it."""
+    (finding,) = [f for f in report.findings if f.severity == "exceeded"]
+    unshown = finding.model_copy(update={"metric": "empty_nonfinite"})
+    never: Any = Mock(side_effect=AssertionError)
+    located: Any = SimpleNamespace(ref=finding.place, load=never)
+    messages: list[str] = []
+    plan: Any = SimpleNamespace(backward=True)
+    source: Any = [located]
+    assert not reproduce(
+        [unshown], source, plan, never, tmp_path, messages.append, count=1
+    )
+    (message,) = messages
+    assert "a script cannot show 'empty_nonfinite'; " in message
 
 
 def test_a_report_without_the_number_contradicts_itself(report: AuditReport) -> None:

@@ -6,6 +6,7 @@ figures are held to those of an audit. Faults are planted at one row, at one key
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -257,6 +258,40 @@ def test_raising_and_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert (quiet[0], figure_in(quiet)) == (0, 0)
 
 
+def test_a_sum_in_16_bits_shows(tmp_path: Path) -> None:
+    """In each gradient, with a group of heads and a soft cap; not in a sound kernel,
+    whose error is as large."""
+    case = with_grad(
+        make_case(
+            batch=1, heads=2, kv_heads=1, q_len=256, kv_len=256, head_dim=32,
+            dtype=torch.bfloat16,
+        )
+    )  # fmt: skip
+    capped = dataclasses.replace(case, softcap=30.0)
+    narrow = {"preset": "fa2", "block_q": 64, "block_kv": 64}
+    chosen = [
+        (find("planted:narrow_dq_64"), {}, case, "dq"),
+        (find("planted:narrow_dk_dv_128"), {}, case, "dk"),
+        (find("planted:narrow_dk_dv_128"), {}, case, "dv"),
+        (find("emulated"), {**narrow, "dq": "bfloat16"}, capped, "dq"),
+        (find("emulated"), narrow, capped, "dq"),
+        (find("sdpa-math"), {}, case, "dq"),
+        (find("sdpa-math"), {}, case, "dv"),
+    ]
+    scripts = [
+        reproducer.write(
+            tmp_path / str(number), of, kernel, options, metric="narrow_sum",
+            observed=0.7, tensor=tensor, head=0, words="Look.", system=SYSTEM,
+        )
+        for number, (kernel, options, of, tensor) in enumerate(chosen)
+    ]  # fmt: skip
+    answers = run(*scripts, bare=False)
+    codes = [code for code, _ in answers]
+    assert codes == [1, 1, 1, 1, 0, 0, 0], answers
+    shares = [figure_in(answer) for answer in answers]
+    assert min(shares[:4]) > 0.5 > 0.1 > max(shares[4:]), shares
+
+
 WRONG_RESULTS = {  # in place of an output of shape [2, 2, 5, 7]
     "nested": "a nested tensor as out;",
     "sparse": "a torch.sparse_coo tensor as out;",
@@ -313,7 +348,7 @@ def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
         write(case=case, tensor="dq")
     assert reproducer.figure_for("expected_ratio") == "row_rel"
     assert reproducer.figure_for("bias_p", "feature 3") == "bias_feature"
-    with pytest.raises(UsageError, match="no finding is about"):
+    with pytest.raises(UsageError, match="a script cannot show 'wrongness'"):
         reproducer.figure_for("wrongness")
 
 

@@ -103,6 +103,8 @@ def reproduce(
                 while at.exists():  # of the same kernel with other options
                     at = at.with_name(f"{at.name}-2")
                 try:
+                    if finding.rule != "runs":
+                        figure_for(finding.metric or "")  # before it is made small
                     whole = Selection.of(located.load(), gradients=plan.backward).case
                     shown = _shrink_call(finding, whole, plan, run, seconds)
                     about: Any = {"words": finding.whole, "system": plan.system}

@@ -34,8 +34,8 @@ from numdev.system import System
 EVERYWHERE: Any = {"is_causal": False, "causal_offset": 0, "window": None}
 ENOUGH = 0.5  # a script shows a finding from this part of the reported figure on
 RUNS_OF_NOISE = 10
-# Figures that stand on a kernel's tensor and the exact one alone, in the words a script
-# prints.
+# Figures that stand on a kernel's tensors (of `narrow_sum` a gradient and the output) and
+# the exact ones alone, in the words a script prints.
 FIGURES = {
     "nonfinite": "elements that are finite or not against the exact result",
     "max_abs": "largest error",
@@ -44,6 +44,7 @@ FIGURES = {
     "bias": "mean of kernel - exact rounded once, in ulps at the size of the terms",
     "bias_sign": "mean along the sign of kernel - exact rounded once, in ulps",
     "bias_feature": "largest mean over a feature of kernel - exact rounded once, in ulps",
+    "narrow_sum": "share of the error of a sum in 16 bits over tiles",
 }
 # By figure, the other metrics that it shows.
 SHOWN_BY = {
@@ -68,7 +69,9 @@ def figure_for(metric: str, bias_of: str | None = None) -> str:
         )
     figure = next((f for f, metrics in SHOWN_BY.items() if metric in metrics), metric)
     if figure not in (*FIGURES, "noise"):
-        raise UsageError(f"no finding is about {metric!r}", hint=closest(metric, FIGURES))
+        raise UsageError(
+            f"a script cannot show {metric!r}", hint=closest(metric, FIGURES)
+        )
     return figure
 
 
