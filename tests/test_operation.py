@@ -4,6 +4,7 @@ knows it."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ from numdev.studies.audit.operation import Distance, Everything
 from numdev.studies.audit.plan import Task
 from numdev.studies.audit.run import provenance
 from numdev.studies.audit.section_timing import Stopwatch
+from numdev.tensor_properties import TENSORS, TensorSpec
 
 ROWS, WIDTH, EPS = 64, 256, 1e-6
 
@@ -239,6 +241,35 @@ def test_a_sound_norm_passes_and_a_wrong_eps_is_named(
     for file in ("junit.xml", "gate.md"):
         text = re.sub(r"\bhead 0\b", "", (tmp_path / file).read_text())  # a place's field
         assert not OF_ATTENTION.findall(text), file
+
+
+@pytest.mark.parametrize("factor", [1.0, 1 + 2**-7, math.nan])
+@pytest.mark.parametrize("tensor", ["out", "x_grad"])
+def test_every_tensor_of_an_operation_is_judged(tensor: str, factor: float) -> None:
+    """By the default rules: two ulps more in any of them is no pass."""
+
+    def scaled(case: Mapping[str, Tensor]) -> Normed:
+        tensors = dict(plain(case).tensors)
+        tensors[tensor] = tensors[tensor] * factor
+        return Normed(tensors=tensors)
+
+    report = audited([implementation("fused", scaled)])
+    assert report.passed == (factor == 1)
+    accused = {finding.tensor for finding in report.findings}
+    assert accused == (set() if factor == 1 else {tensor})
+
+
+def test_tensors_with_properties_are_still_no_attentions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operation adds its tensors to TENSORS; a comparison has its words then too."""
+    spec = TensorSpec(name="x_grad", of_input="x", words="the gradient of x")
+    monkeypatch.setitem(TENSORS, "x_grad", spec)
+    monkeypatch.chdir(tmp_path)
+    write(audited([implementation("fused")]), tmp_path)
+    ran = CliRunner().invoke(cli, ["compare", str(tmp_path), str(tmp_path)])
+    assert "x_grad" in ran.output
+    assert not OF_ATTENTION.findall(ran.output)
 
 
 # But for the name of a rule, and of what an HTML page is made of

@@ -10,7 +10,7 @@ from numdev.report import Axis, Curve, Figure, Places, Tick
 from numdev.report import document as doc
 from numdev.report.document import Cell, Column
 from numdev.report.number_text import NONE, label, ratio, si
-from numdev.tensor_properties import ATTENTION_WORDS, TENSORS, Words
+from numdev.tensor_properties import ATTENTION, ATTENTION_WORDS, Words
 
 SHOWN = 12  # moves listed in the terminal; the page has ON_PAGE and moves.csv all
 ON_PAGE = 500
@@ -54,7 +54,8 @@ def blocks(report: CompareReport) -> Iterator[doc.Node]:
     """Yields what is shown below the verdict: the history, what moved, every tensor, what
     is gone, new or failed, notes, and what differs between the two reports."""
     where = [m.place for m in report.moves] + [p.place for p in report.presences]
-    is_attention = all(group.tensor in TENSORS for group in report.groups)
+    of_attention = [spec.name for spec in ATTENTION]
+    is_attention = all(group.tensor in of_attention for group in report.groups)
     words = ATTENTION_WORDS if is_attention else Words()
     place = Places([*(g.where for g in report.groups if g.where), *where], words)
     yield from _history_nodes(report.history, words.unit)
