@@ -10,13 +10,25 @@ from typing import Any
 import pytest
 import torch
 from on_bench import prepare, rows_on
-from oracles import FEATURES, make_case, sees
+from oracles import FEATURES, make_case, poisoned, sees, with_grad
 from torch import Tensor
 
-from numdev.cases import AttentionCase, CaseRef, laid_out, transposed, visible
+from numdev.cases import (
+    AXES,
+    AttentionCase,
+    CaseChanges,
+    CaseRef,
+    laid_out,
+    transposed,
+    visible,
+)
 from numdev.errors import UsageError
 from numdev.formats import FORMATS, format_named
+from numdev.gate.compare import SHAPE
 from numdev.kernels import Kernel, Output
+from numdev.operations.attention.finiteness import nonfinite_inputs
+from numdev.report.records.measurements import CallRecord, CaseRecord
+from numdev.sources import captured_calls
 
 BF16, FP16, FP32 = (FORMATS[n] for n in ("bfloat16", "float16", "float32"))
 zeros = torch.zeros
@@ -42,6 +54,40 @@ def test_parts_that_do_not_fit_are_named(change: dict[str, Any], says: str) -> N
     """A case that makes no sense is refused with its name and what is wrong with it."""
     with pytest.raises(UsageError, match=f"attention case 'test': .*{says}"):
         dataclasses.replace(make_case(dtype=torch.float32), **change)
+
+
+def test_every_part_of_a_case_stands_wherever_parts_are_listed() -> None:
+    """What is missing in a list is not restricted, stored, or compared with another
+    report's, and a call without it is taken for the same call."""
+    parts = {f.name: str(f.type) for f in dataclasses.fields(AttentionCase)}
+    tensors = {name for name, kind in parts.items() if "Tensor" in kind} - {"positions"}
+    about = {"ref", "working", "grad_out_from", "positions"}
+    assert tensors == AXES.keys()
+    assert CaseChanges.__annotations__.keys() == parts.keys() - about | {"positions"}
+    assert {*captured_calls.REQUIRED, *captured_calls.OPTIONAL} == tensors
+    assert {*captured_calls.OF_CASE} == parts.keys() - tensors - about
+    recorded = CaseRecord.model_fields.keys()
+    assert parts.keys() - about - {"q", "k", "v"} <= recorded
+    assert {*SHAPE} == recorded - CallRecord.model_fields.keys() | {"batch"}
+
+
+@pytest.mark.parametrize("name", AXES)
+def test_every_tensor_of_a_case_is_looked_at(name: str) -> None:
+    """On another device it is refused, and a NaN in it is counted among the inputs."""
+    case = with_grad(make_case(mask=("float", "qk"), sinks=True))
+    with pytest.raises(UsageError, match="expected a dense tensor on"):
+        dataclasses.replace(case, **{name: getattr(case, name).to("meta")})
+    first = (0,) * getattr(case, name).ndim
+    assert nonfinite_inputs(poisoned(case, name, first, math.nan)) == {name: 1}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_wrong_kernel_is_judged_whatever_a_call_has(name: str) -> None:
+    """The search for its mistake makes other calls of the call, and raises nothing."""
+    case = with_grad(make_case(**FEATURES[name], dtype=torch.bfloat16))
+    kernel = Kernel(name="wrong", function=lambda case: Output(out=case.grad_out * 3))
+    rows = rows_on(prepare(case), kernel)
+    assert {(row.status, row.reason) for row in rows} == {("ok", None)}
 
 
 def brute_force(case: AttentionCase, rows: slice, keys: slice) -> torch.Tensor:

@@ -29,7 +29,7 @@ from numdev.errors import MeasurementError, UsageError
 from numdev.report import DeviationRow
 from numdev.report.io import refuse_other_kind, with_digest
 from numdev.report.renderers.markdown import escaped
-from numdev.report_kinds import REGISTERED
+from numdev.report_kinds import REGISTERED, judged_by, kind_of
 from numdev.request_models import SweepConfig
 from numdev.yamlfile import read_yaml
 
@@ -283,6 +283,30 @@ def test_a_configuration_that_would_not_end(
     path.write_text(text)
     with pytest.raises(UsageError, match=words):
         read_yaml(path, SweepConfig)
+
+
+@pytest.mark.parametrize("path", SAMPLES, ids=lambda p: p.stem)
+def test_every_kind_has_tables_and_something_to_show(path: Path) -> None:
+    """Tables are written as CSV; blocks stand below the verdicts."""
+    stored = report.read(path)
+    assert any(stored.tables().values())
+    assert [*kind_of(stored.kind).blocks(stored)]
+
+
+JUDGED = [path for path in SAMPLES if kind_of(path.stem).judged]
+
+
+@pytest.mark.parametrize("path", JUDGED, ids=lambda p: p.stem)
+def test_a_row_less_or_twice_contradicts_the_plan_of_every_kind(path: Path) -> None:
+    """What is planned and has no row would exceed no limit."""
+    stored: Any = report.read(path)
+    check = judged_by(stored.kind).check
+    check(stored)
+    for i, row in enumerate(stored.rows):
+        less = (*stored.rows[:i], *stored.rows[i + 1 :])
+        for rows in (less, (*stored.rows, row)):
+            with pytest.raises(MeasurementError):
+                check(stored.model_copy(update={"rows": rows}))
 
 
 def test_one_report_of_every_kind_is_stored() -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from commands import run
+from oracles import FEATURES, make_case, with_grad
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -96,6 +97,19 @@ def test_every_part_of_a_case_comes_back(
         ours, theirs = getattr(written, name), getattr(read, name)
         assert (ours is None) == (theirs is None)
         assert ours is None or (ours.dtype == theirs.dtype and torch.equal(ours, theirs))
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_feature_of_a_case_comes_back(tmp_path: Path, feature: str) -> None:
+    """A call without it would be another one, on which a kernel may be right."""
+    written = with_grad(make_case(**FEATURES[feature]))
+    write_cases(tmp_path / "one.safetensors", [written])
+    read = vars(only(tmp_path / "one.safetensors"))
+    for name, ours in vars(written).items():
+        if isinstance(ours, Tensor):
+            assert torch.equal(read[name], ours), name
+        elif name != "ref":
+            assert read[name] == ours, name
 
 
 @pytest.mark.parametrize(("created", "strides"), [
