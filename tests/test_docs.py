@@ -15,6 +15,7 @@ from loaded import load
 
 import numdev
 from numdev.report import DeviationRow, read
+from numdev.report import document as doc
 from numdev.report.document import Details, Table
 from numdev.report.views import document_of
 
@@ -142,6 +143,19 @@ def _tables_within(nodes):
             yield from _tables_within(node.blocks)
         elif isinstance(node, Table):
             yield node
+
+
+def test_every_row_of_a_table_has_a_cell_for_each_column():
+    """A column whose cell is forgotten would give others its numbers."""
+    for path in (ROOT / "tests" / "data" / "reports").glob("*.json"):
+        for table in _tables_within(document_of(read(path)).blocks):
+            sizes = {len(row.cells) for row in table.rows}
+            assert sizes <= {len(table.columns)}, (path.stem, table.title)
+
+
+def test_no_row_of_a_table_is_left_out():
+    with pytest.raises(ValueError, match="shorter"):
+        doc.table(["kernel"], [["a"], ["b"]], [True])
 
 
 def test_the_glossary_has_every_column():

@@ -256,14 +256,15 @@ def table(
 ) -> Table:
     """Returns a table of text and cells. A column that is only named is aligned left
     where it is the first of the table, else right. `standard`: for each row, in order,
-    whether it is only there for comparison (rows beyond it are left out); empty: none
-    is."""
+    whether it is only there for comparison; empty: none is. Raises ValueError where it is
+    neither empty nor as long as the rows."""
     heads = tuple(
         Column(c, align="right" if i else "left") if isinstance(c, str) else c
         for i, c in enumerate(columns)
     )
     cells = [tuple(c if isinstance(c, Cell) else Cell(c) for c in row) for row in rows]
-    lines = tuple(map(Row, cells, standard or [False] * len(cells)))
+    is_standard = standard or [False] * len(cells)
+    lines = tuple(Row(*each) for each in zip(cells, is_standard, strict=True))
     return Table(heads, lines, title=title, kind=kind, only=only)
 
 
