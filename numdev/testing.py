@@ -474,9 +474,10 @@ def _axis_findings(
 ) -> tuple[Sequence[Finding], list[str]]:
     """Returns findings on axes along which a kernel changes bits, on the cases that it
     takes; and a sentence for each test of an axis, in a format, that could not be judged,
-    as all where the kernel does not repeat itself. The axes are `names`. A change along
-    one axis that follows from a graver one along another has no finding. `noisy`: formats
-    in which the kernel is known not to repeat itself."""
+    as all where the kernel does not repeat itself; or one on the outcome where it is no
+    pass and nothing else says why. The axes are `names`. A change along one axis that
+    follows from a graver one along another has no finding. `noisy`: formats in which the
+    kernel is known not to repeat itself."""
     from numdev.studies.invariance.study import (
         SECTIONS,
         InvarianceStudy,
@@ -503,9 +504,13 @@ def _axis_findings(
     }
     strict = rules.model_copy(update={"limits": {**rules.limits, "invariance": limits}})
     judgement = judgement_of(report, strict)
-    unjudged = (t for t in _unjudged_tests(judgement) if t.reasons)
-    untried = [f"{planned.kernel.name}: {test.reasons[0]}." for test in unjudged]
+    whys = [
+        (*t.reasons, f"{t.rule} is not judged")[0] for t in _unjudged_tests(judgement)
+    ]
     wrong = [f for f in findings(judgement, report)[0] if f.severity == "exceeded"]
+    if judgement.outcome is not Outcome.PASSED and not (whys or wrong):
+        whys = [f"the axes are {judgement.outcome.word}"]  # silence is no pass
+    untried = [f"{planned.kernel.name}: {why}." for why in whys]
     untried += _unrepeated_sentences(report.rows, names, wrong, noisy)
     return wrong, untried
 
@@ -671,11 +676,10 @@ def _tested_in_words(report: AuditReport) -> str:
 
 
 def _unjudged_tests(judgement: Judgement) -> Iterator[Test]:
-    """Yields the tests of a kernel whose outcome is NOT_JUDGED, without those on which
-    calls ran."""
+    """Yields the tests of a kernel that decide nothing, without those on which calls
+    ran."""
     for test in judgement.tests:
-        not_judged = test.outcome is Outcome.NOT_JUDGED
-        if not_judged and test.kernel is not None and not test.runs:
+        if test.decides_nothing and test.kernel is not None and not test.runs:
             yield test
 
 

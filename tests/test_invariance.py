@@ -24,13 +24,14 @@ import yaml
 from commands import ran
 from planted import CATALOGUE, of_family
 
+import numdev
 from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import MeasurementError
 from numdev.formats import format_named
-from numdev.gate import judging
+from numdev.gate import judgement, judging
 from numdev.gate.rules import Rules, default_rules
 from numdev.kernels.reference import gradients
-from numdev.report import read, write
+from numdev.report import Outcome, Standing, read, write
 from numdev.report.document import Details, Table
 from numdev.request_models import AXES, InvarianceRequest
 from numdev.sources.case_sources import CheckpointSource
@@ -761,6 +762,24 @@ def test_axes_of_a_kernel_that_does_not_repeat_itself_are_not_judged(
     why = "is not judged: the kernel gives another answer to the same call."
     assert sentences == {f"attend: {axis} {why}" for axis in axes if axis != "repeat"}
     assert all(sentence in " ".join(str(result).split()) for sentence in result.untried)
+
+
+@pytest.mark.parametrize("reasons", [None, ()])
+def test_axes_that_do_not_pass_fail_a_check(reasons, tmp_path, monkeypatch):
+    """Also where no test says so (None), or one that has no reason."""
+    tests = () if reasons is None else (
+        judgement.Test(rule="batch", kernel="k", standing=Standing.MISSING, reasons=reasons),
+    )  # fmt: skip
+    unsure = judgement.Judgement(rules="default", outcome=Outcome.NOT_JUDGED, tests=tests)
+    monkeypatch.setattr(numdev.testing, "judgement_of", lambda *_: unsure)
+    how = {"cases": {**CASE, "name": "mine"}, "formats": "bfloat16", "backward": False}
+    result = numdev.check(
+        planted.in_tiles_of_16, invariant="batch", claims={"block_kv": 16},
+        reproducers=tmp_path, **how,
+    )  # fmt: skip
+    says = "the axes are NOT JUDGED" if reasons is None else "batch is not judged"
+    assert result.verdict == "NOT JUDGED"
+    assert result.untried == (f"{result.kernel}: {says}.",)
 
 
 def test_an_fp8_cache_parts_at_the_first_length_with_two_tiles(tmp_path):

@@ -23,7 +23,7 @@ from numdev.errors import MeasurementError
 from numdev.gate.judging import check_system, judged, judgement_of
 from numdev.gate.rules import Rules, read_rules
 from numdev.metrics.statistics import BIAS_SEQUENCES
-from numdev.report import Outcome, Report, write
+from numdev.report import Outcome, Report, Standing, worst, write
 from numdev.report.io import with_digest
 from numdev.report.renderers import html, terminal
 from numdev.report_kinds import kind_of
@@ -321,6 +321,15 @@ def test_the_alterations_reach_what_is_judged(
 
 
 # --- closed ---------------------------------------------------------------------------
+
+
+def test_only_what_held_passes() -> None:
+    """Of all outcomes one ends with 0 and is called PASS, and any other is graver, so
+    that it stands before PASSED; of all standings only HELD comes to it."""
+    assert [x for x in Outcome if x.exit_code == 0] == [Outcome.PASSED]
+    assert [x for x in Outcome if x.word == "PASS"] == [Outcome.PASSED]
+    assert all(worst([Outcome.PASSED, x]) is x for x in Outcome)
+    assert [x for x in Standing if x.outcome is Outcome.PASSED] == [Standing.HELD]
 
 
 @pytest.mark.thorough

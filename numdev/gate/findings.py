@@ -195,7 +195,7 @@ def _kernel_verdict(
                 "reason": f"breaks the rule `{farthest.rule}`",
             }
         case Outcome.NOT_JUDGED:
-            lacking = [test for test in tests if test.outcome is Outcome.NOT_JUDGED]
+            lacking = [test for test in tests if test.outcome is outcome]
             about["reason"], about["details"] = _statement_of_reasons(lacking or tests)
             about["rule"] = lacking[0].rule if lacking else None
         case Outcome.PASSED:
@@ -890,7 +890,7 @@ def run_findings(tests: Sequence[Test], of: Words = ATTENTION_WORDS) -> Iterator
     words."""
     runs = [test for test in tests if test.runs]
     for test in runs:
-        if test.outcome is Outcome.NOT_JUDGED:
+        if test.outcome not in (None, Outcome.PASSED):
             words = f"{'is required' if test.required else 'was requested'}, but "
             words += f"{of.skipped} in" if test.unjudged else "gave no result in"
             yield _run_finding(test, RUNS, "failed in" if test.offending else words)

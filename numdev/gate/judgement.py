@@ -7,7 +7,7 @@ list."""
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal, NamedTuple, Required, TypedDict
+from typing import Annotated, Any, Literal, NamedTuple, Required, TypedDict, assert_never
 
 from pydantic import Field, SkipValidation
 
@@ -87,6 +87,18 @@ class Test(Record):
         """Returns the outcome that the test's standing has for the whole; None where it
         has none."""
         return self.standing.outcome
+
+    @property
+    def decides_nothing(self) -> bool:
+        """Whether the test applies and neither held nor was exceeded: it is undecided or
+        missing."""
+        match self.outcome:
+            case Outcome.PASSED | Outcome.EXCEEDED | None:
+                return False
+            case Outcome.NOT_JUDGED:
+                return True
+            case never:
+                assert_never(never)
 
     @property
     def runs(self) -> bool:

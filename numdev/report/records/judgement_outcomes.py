@@ -11,7 +11,7 @@ from typing import assert_never
 
 
 class Outcome(StrEnum):
-    """What a report, or a kernel in it, comes to; the gravest first."""
+    """What a report, or a kernel in it, comes to; the gravest first, PASSED last."""
 
     EXCEEDED = "exceeded"  # certain, whatever else could not be judged
     NOT_JUDGED = "unmeasured"

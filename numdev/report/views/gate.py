@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import NamedTuple, assert_never
+from typing import NamedTuple
 
 from numdev.gate.findings import kernel_verdicts
 from numdev.gate.judgement import (
@@ -113,18 +113,6 @@ def document(
     return doc.Document("numdev gate", blocks)
 
 
-def _decides_nothing(test: Test) -> bool:
-    """Whether a test that applies is undecided or missing, so that it neither held nor
-    was exceeded."""
-    match test.outcome:
-        case Outcome.PASSED | Outcome.EXCEEDED | None:
-            return False
-        case Outcome.NOT_JUDGED:
-            return True
-        case never:
-            assert_never(never)
-
-
 def problems_of(judgement: Judgement, findings: Sequence[Finding]) -> Iterator[Problem]:
     """Yields every reason why the judgement did not pass, the gravest first; none exactly
     where it passed. `findings` are its own; their notes are no problems."""
@@ -136,7 +124,7 @@ def problems_of(judgement: Judgement, findings: Sequence[Finding]) -> Iterator[P
         if f.severity == "unmeasured":
             title = f"{f.kernel} {'crashed' if f.tensor else 'did not run'}"
             yield Problem(Outcome.NOT_JUDGED, title, f.sentence, f.details)
-    lacking = [t for t in judgement.tests if _decides_nothing(t) and not t.runs]
+    lacking = [t for t in judgement.tests if t.decides_nothing and not t.runs]
     for test in lacking:
         if test.rule == SOMETHING or test.rule.startswith(f"{REQUIRED} "):
             yield Problem(Outcome.NOT_JUDGED, test.rule, f"{test.reasons[0]}.")
