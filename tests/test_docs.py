@@ -14,10 +14,15 @@ from commands import ran, refused
 from loaded import load
 
 import numdev
+from numdev.cli.file_kinds import BY_SUFFIX
+from numdev.kernels import all_kernels
 from numdev.report import DeviationRow, read
 from numdev.report import document as doc
 from numdev.report.document import Details, Table
 from numdev.report.views import document_of
+from numdev.sources.containers import SUFFIXES
+from numdev.sources.unsupported_files import FILES
+from numdev.studies.training.weights.weight_sets import ACCEPTED
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -156,6 +161,25 @@ def test_every_row_of_a_table_has_a_cell_for_each_column():
 def test_no_row_of_a_table_is_left_out():
     with pytest.raises(ValueError, match="shorter"):
         doc.table(["kernel"], [["a"], ["b"]], [True])
+
+
+def test_every_kernel_has_its_line():
+    """In the table of docs/kernels.md; `emulated` has a page of its own."""
+    page = (DOCS / "kernels.md").read_text()
+    ours = (n for n, k in all_kernels().items() if "numdev." in k.function.__module__)
+    missing = [name for name in ours if f"| `{name}` |" not in page]
+    assert missing == ["emulated"]
+
+
+def test_every_container_has_its_line():
+    """In the tables of what is read, in help and in messages; and what is read is not
+    among the files that are not."""
+    pages = [(DOCS / name).read_text() for name in ("inputs.md", "weights.md", "cli.md")]
+    for suffix in SUFFIXES:
+        assert all(f"`{suffix}`" in page for page in pages[:2]), suffix
+        assert all(suffix in text for text in (pages[2], ACCEPTED)), suffix
+        assert suffix in BY_SUFFIX
+        assert suffix not in FILES
 
 
 def test_the_glossary_has_every_column():

@@ -28,10 +28,13 @@ from numdev.kernels.emulation import backward
 from numdev.kernels.emulation import forward as module
 from numdev.kernels.emulation.backward import gradients
 from numdev.kernels.emulation.forward import attend
-from numdev.kernels.emulation.recipe import BACKWARD, PRESETS, SITES, recipe
+from numdev.kernels.emulation.recipe import BACKWARD, FORWARD, PRESETS, SITES, recipe
 from numdev.kernels.emulation.rounding import Rounder, rounding
 from numdev.kernels.reference import attend as reference
 from numdev.kernels.reference import gradients as in_fp64
+from numdev.studies.diagnose import cures
+from numdev.studies.diagnose.exact_and_rounded_passes import PRODUCT
+from numdev.studies.effects.rounding_sites import ATTENTION
 
 BF16 = FORMATS["bfloat16"]
 KERNEL = find("emulated")
@@ -233,6 +236,16 @@ def test_a_preset_rounds_as_its_table_says(preset: str, compute: str) -> None:
         optional |= {"dk", "dv", "dk_product", "dv_product"}
     reached = {site for site, _ in seen}
     assert set(SITES) - optional <= reached <= set(SITES)
+
+
+def test_sites_of_a_part_of_attention_are_all_in_its_group() -> None:
+    """A site that a group lacks stays as it is where the others are made exact, wide or
+    coarse: of P V and its normalisation, and of the whole forward pass."""
+    of_output = set(FORWARD[FORWARD.index("pv") :]) - {"lse", "out"}
+    assert cures.WIDER_FORMAT["P V in fp32"].options.keys() == of_output
+    assert set(PRODUCT) == of_output - {"normalised", "merge"}
+    in_groups = [site for group in ATTENTION.values() for site in group]
+    assert sorted(in_groups) == sorted(set(FORWARD) - {"lse"})
 
 
 HARD = [0.0, -0.0, 1.0, -1.0, inf, -inf, nan]

@@ -34,6 +34,7 @@ from numdev.errors import MeasurementError, UsageError
 from numdev.formats import format_named
 from numdev.kernels import Kernel, find
 from numdev.kernels.reference import attend
+from numdev.metrics.metrics_by_name import BESIDE_REFERENCE, METRICS
 from numdev.sources.captured_calls import open_cases
 from numdev.studies.audit import reproducer_script as reproducer
 from numdev.studies.audit.finding_reproducers import observed_at_limit, reduce
@@ -350,6 +351,27 @@ def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
     assert reproducer.figure_for("bias_p", "feature 3") == "bias_feature"
     with pytest.raises(UsageError, match="a script cannot show 'wrongness'"):
         reproducer.figure_for("wrongness")
+
+
+# Counts, evidence, and what takes more than the kernel's tensor and the exact one
+WITHOUT_FIGURE = """elements empty_nonfinite empty_rows error_rows
+    flash_vs_low_precision flash_vs_precision from_baseline_rms imprecision_share
+    low_precision_rms narrow_sum overflow precision_rms rms_rows rows_measured sequences
+    suspects suspicion_cut suspicion_share"""
+
+
+def test_every_metric_has_a_figure_or_none_on_purpose() -> None:
+    """A metric that is added says which number of a script shows a finding about it."""
+    shown = {metric for metric in METRICS - BESIDE_REFERENCE if has_figure(metric)}
+    assert METRICS - BESIDE_REFERENCE - shown == set(WITHOUT_FIGURE.split())
+
+
+def has_figure(metric: str) -> bool:
+    """Whether a script has a number for it."""
+    try:
+        return bool(reproducer.figure_for(metric))
+    except UsageError:
+        return False
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ from numdev.errors import MeasurementError
 from numdev.kernels import Output, Refused, all_kernels, find, flex, sdpa
 from numdev.kernels.emulation.kernel import emulation
 from numdev.kernels.reference import attend, floor_of, gradients
+from numdev.report.summary import HEADLINE
 from numdev.studies.audit.plan import Task
 from numdev.system import System
 
@@ -355,11 +356,20 @@ def test_backward_of_flex_on_a_gpu(feature: str, compiled: bool) -> None:
 
 def test_every_backend_is_forced_and_known() -> None:
     """A backend without its line in `OPERATORS` would run PyTorch's own choice under its
-    name, one without its line in `FUSED` the math path."""
+    name, one without its line in `FUSED` the math path. One without its claim would be
+    held to FlashAttention-2's in its default tiles, one without its line in HEADLINE be
+    spoken of as one that was asked for by name."""
     named = {name for name in all_kernels() if name.startswith("sdpa-")} - {
         "sdpa-default"
     }
     assert named == sdpa.OPERATORS["cuda"].keys()
     operators = {op for of in sdpa.OPERATORS.values() for op in of.values()}
     assert operators <= {"math", *sdpa.FUSED}
-    assert named <= set(request_models.BACKENDS)
+    assert named <= set(request_models.BACKENDS) == set(HEADLINE)
+    on_cpu = {name for name in named if find(name).requires.device is None}
+    assert on_cpu == sdpa.OPERATORS["cpu"].keys()
+    assert named == BACKENDS.keys()  # what a GPU tests
+    case = make_case(q_len=300, kv_len=300, head_dim=64, dtype=torch.bfloat16)
+    for system in (CPU, H200):
+        for operator in sdpa.OPERATORS[system.device].values():
+            assert sdpa.claim_of(operator, case, system) != {"preset": "fa2"}, operator
