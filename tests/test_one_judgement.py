@@ -325,11 +325,14 @@ def test_the_alterations_reach_what_is_judged(
 
 def test_only_what_held_passes() -> None:
     """Of all outcomes one ends with 0 and is called PASS, and any other is graver, so
-    that it stands before PASSED; of all standings only HELD comes to it."""
+    that it stands before PASSED; of all standings only HELD comes to it. The page on the
+    gate has each with its exit code."""
     assert [x for x in Outcome if x.exit_code == 0] == [Outcome.PASSED]
     assert [x for x in Outcome if x.word == "PASS"] == [Outcome.PASSED]
     assert all(worst([Outcome.PASSED, x]) is x for x in Outcome)
     assert [x for x in Standing if x.outcome is Outcome.PASSED] == [Standing.HELD]
+    page = (ROOT / "docs/gate.md").read_text()
+    assert [x for x in Outcome if f"`{x.value}` {x.exit_code}" not in page] == []
 
 
 @pytest.mark.thorough
