@@ -76,6 +76,7 @@ def test_what_is_rounded_once_is_as_exact_as_the_format_allows() -> None:
     assert (verdict.reason or "").startswith("as the reference; ")
 
 
+@pytest.mark.slow
 def test_what_passes_in_one_format_is_told_by_the_numbers_of_that_format() -> None:
     """In float32, where it fails, its error is hundreds of times what is explained."""
 
@@ -296,6 +297,7 @@ def test_inputs_that_cannot_judge_are_no_pass() -> None:
     assert wrong.verdict == "FAIL"
 
 
+@pytest.mark.slow
 def test_a_scalar_is_judged_over_several_seeds() -> None:
     same = {"reference": examples.loss, "inputs": examples.loss_inputs}
     sound = checked(examples.loss, **same)
@@ -640,6 +642,7 @@ def test_a_solution_is_checked_beside_its_problem() -> None:
     assert (code, data["verdict"]) == (0, "PASS")
 
 
+@pytest.mark.slow
 def test_a_bias_that_is_0_at_first_is_redrawn_and_its_absence_named() -> None:
     code, data = solved("wrong_solution.py")
     findings = data["findings"]
@@ -695,6 +698,7 @@ def test_cuda_in_a_generator_of_inputs_is_the_device_at_hand() -> None:
     assert isinstance(torch.Generator(), torch.Generator)
 
 
+@pytest.mark.slow
 def test_a_check_loads_no_compiler_and_no_distributed_tensors() -> None:
     """They cost seconds, more than the check."""
     code = (

@@ -78,7 +78,10 @@ def test_sound_code_in_float64_is_not_held_to_the_bits_of_fp64() -> None:
     assert not check_beside(wrong, reference=product, inputs=wide).passed
 
 
-@pytest.mark.parametrize(("shape", "expected"), [((1,), ()), ((), (1, 1))])
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [((1,), ()), pytest.param((), (1, 1), marks=pytest.mark.slow)],
+)
 def test_one_number_may_have_another_shape(
     shape: tuple[int, ...], expected: tuple[int, ...]
 ) -> None:
@@ -421,7 +424,9 @@ def test_complex_numbers_in_place_of_real_ones_are_another_dtype() -> None:
     assert "output: it is float32, not complex64" in result.in_short
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize(
+    "dtype", [torch.complex64, pytest.param(torch.complex128, marks=pytest.mark.slow)]
+)
 def test_a_function_without_its_conjugate_is_another_one(dtype: torch.dtype) -> None:
     """Forward and backward, where PyTorch's conjugates are views with a bit."""
 

@@ -89,11 +89,15 @@ def ran(script: Path, *, instead: str = "") -> tuple[int, str]:
             "rms error over what the reference's own rounding explains",
             marks=pytest.mark.thorough,
         ),
-        ("one_nan", "elements that are finite or not against the exact result"),
+        pytest.param(
+            "one_nan",
+            "elements that are finite or not against the exact result",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "other_dtype", "expected [1, 1], torch.bfloat16", marks=pytest.mark.slow
         ),
-        ("raises", "ValueError: no such kernel"),
+        pytest.param("raises", "ValueError: no such kernel", marks=pytest.mark.slow),
     ],
 )
 def test_a_script_shows_the_failure_alone(name: str, words: str, tmp_path: Path) -> None:
@@ -284,6 +288,7 @@ def test_a_script_makes_memory_for_an_output(dtype: torch.dtype, value: object) 
     assert same(memory, expected)
 
 
+@pytest.mark.slow
 def test_what_no_script_can_import_is_said(tmp_path: Path) -> None:
     def wrong(x: Tensor, w: Tensor) -> Tensor:
         return examples.scaled(x, w)
@@ -370,7 +375,8 @@ def test_a_file_for_scripts_is_refused_before_anything_runs(
         check(thresholds={"limit": {}}, device="cpu")
 
 
-@pytest.mark.parametrize("backward", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backward", [False, True])
 def test_a_script_makes_the_module_of_a_problem(backward: bool, tmp_path: Path) -> None:
     """Of its class, with the state that the check gave it."""
     folder = DOORS / "problem"

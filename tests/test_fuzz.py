@@ -58,6 +58,7 @@ def test_an_altered_report_does_not_pass(number: int, tmp_path: Path) -> None:
     assert fuzz.call("gate", str(tmp_path)).code in (1, 3), name
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(name=st.text(max_size=60), rule=st.text(max_size=20), seed=st.integers(0, 99))
 def test_any_name_at_all(name: str, rule: str, seed: int) -> None:

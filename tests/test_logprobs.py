@@ -113,7 +113,7 @@ def test_a_cause_is_named_and_undone(name: str) -> None:
     assert "undoing it leaves" in report.summary.answer[1]
 
 
-@pytest.mark.parametrize("top", [True, False])
+@pytest.mark.parametrize("top", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_temperature_is_told(top: bool) -> None:
     """From the alternatives to a thousandth; from the chosen tokens alone to a
     hundredth."""
@@ -182,6 +182,7 @@ def test_weights_in_int4_are_told_and_the_truth_stays() -> None:
     assert torch.equal(again, before)
 
 
+@pytest.mark.slow
 def test_a_truncated_support_is_told() -> None:
     """Values renormalised over top_p 0.8, of tokens sampled from there; under
     --top-p 0.8 they are what they are meant to be."""

@@ -46,7 +46,10 @@ def cases_of(result: CheckResult) -> set[str]:
 # --- task folders ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "code"), [("submission", 0), ("wrong_submission", 1)])
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [("submission", 0), pytest.param("wrong_submission", 1, marks=pytest.mark.slow)],
+)
 def test_a_submission_is_checked_beside_its_task(name: str, code: int) -> None:
     """On a CPU, though its inputs are made on "cuda"; the task's own tolerance passes
     both."""
