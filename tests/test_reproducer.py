@@ -356,7 +356,7 @@ def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
 # Counts, evidence, and what takes more than the kernel's tensor and the exact one
 WITHOUT_FIGURE = """elements empty_nonfinite empty_rows error_rows
     flash_vs_low_precision flash_vs_precision from_baseline_rms imprecision_share
-    low_precision_rms narrow_sum overflow precision_rms rms_rows rows_measured sequences
+    low_precision_rms overflow precision_rms rms_rows rows_measured sequences
     suspects suspicion_cut suspicion_share"""
 
 
