@@ -1152,3 +1152,15 @@ def test_a_part_that_begins_later_is_counted_from_the_whole() -> None:
 
 def test_every_axis_that_may_be_asked_for_has_variants() -> None:
     assert AXES.keys() == VARIANTS.keys()
+
+
+def test_a_row_that_sees_no_key_is_compared_with_nothing(tmp_path: Path) -> None:
+    """Alone it is no call to judge: its rows say why, and the report is consistent. The
+    other rows of the same call are compared."""
+    case = {**CASE, "seq_len": 24, "kv_len": 16, "causal_offset": -18}
+    report = studied(tmp_path, "sdpa-math", cases=(case,), axes=("rows",))
+    reasons = {row.variant: row.reason for row in report.rows}
+    assert reasons["row 9 alone"] == "no row that it compares sees a key"
+    assert reasons["row 23 alone"] is None
+    assert all(row.elements for row in report.rows if row.status == "ok")
+    check_consistency(report)

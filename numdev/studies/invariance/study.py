@@ -390,10 +390,11 @@ class InvarianceStudy:
         self, axis: str, variant: Variant, case: AttentionCase, fmt: Format
     ) -> Iterator[InvarianceRow]:
         """Yields the rows of all kernels on one variant. They are skipped, with a reason
-        and without numbers, where no such call can be made, and where the variant changes
-        the exact answer, computed in fp64. A kernel that lacks the variant's options, or
-        declines, has a skipped row. One that fails has a failed row; a skipped one where
-        memory ran out, and along the axes WATCHED."""
+        and without numbers, where no such call can be made, where none of the rows that
+        it compares sees a key, and where the variant changes the exact answer, computed
+        in fp64. A kernel that lacks the variant's options, or declines, has a skipped
+        row. One that fails has a failed row; a skipped one where memory ran out, and
+        along the axes WATCHED."""
         base, why = variant.base or case, variant.reason
         if not why:
             exact = self._cached(
@@ -407,6 +408,8 @@ class InvarianceStudy:
             change = max(changes, default=0.0)
             if not change <= EXACT:
                 why = f"the exact answer changes by {change:.0e} of its terms"
+            elif not _compares_a_row(variant, exact):
+                why = "no row that it compares sees a key"
         for planned in self.kernels:
             about: OfWay = {
                 "role": "kernel", "kernel": planned.kernel.name, "format": fmt.name,
@@ -600,6 +603,13 @@ def added_demand(
     if variant.options:
         return "option"
     return "mask" if variant.adds_mask(case) else ""
+
+
+def _compares_a_row(variant: Variant, exact: Reference) -> bool:
+    """Whether a row that the variant compares sees a key: what others hold is a
+    convention, and nothing is compared there. `exact`: the reference of its base."""
+    seen = (call.in_base.select("out", ~exact.empty) for call in variant.calls)
+    return any(rows is not None and bool(rows.any()) for rows in seen)
 
 
 def _excuse(failure: Failure, adds: str) -> Excuse:
