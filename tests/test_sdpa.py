@@ -8,6 +8,7 @@ small."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -58,6 +59,21 @@ def test_forced_alone_and_certified(dtype: torch.dtype, causal: bool) -> None:
         "sdpa-flash": CPU_FLASH,
         "sdpa-default": CPU_FLASH,
     }
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_inference_mode_hides_no_operator(name: str) -> None:
+    """There SDPA reaches the dispatcher as one operator. What runs in it is seen all the
+    same, of tensors made in that mode too, with the same bits."""
+    case = make_case(q_len=8, kv_len=8, dtype=torch.bfloat16)
+    usual = find(name).attend(case)
+    with torch.inference_mode():
+        inside = dataclasses.replace(case, q=case.q.clone(), v=case.v.clone())
+        outputs = [find(name).attend(case), find(name).attend(inside)]
+    for output in (*outputs, find(name).attend(inside)):
+        assert output.ran == usual.ran
+        assert output.out.equal(usual.out)
+        assert (output.lse is None) == (usual.lse is None)
 
 
 @pytest.mark.parametrize("name", ["efficient", "cudnn", "math"])

@@ -78,6 +78,12 @@ class OperatorLog(TorchDispatchMode):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
+        # Without autograd's dispatch keys, as in inference mode, SDPA itself comes here
+        # as one operator, and what it calls would pass unseen below the mode.
+        with self:
+            parts: object = func.decompose(*args, **(kwargs or {}))
+        if parts is not NotImplemented:
+            return parts
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         self.ran.append(name)
