@@ -19,6 +19,7 @@ from typing import Any, TypedDict
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 
 from numdev.argument_checks import expect_fields
@@ -265,9 +266,13 @@ class _Observer(TorchFunctionMode):
         # As autocast does
         q, k, v = (x.detach().to(out.dtype) for x in (query, key, value))
         scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+        offset, mask = 0, attn_mask
+        if isinstance(mask, CausalBias):
+            is_causal, offset, mask = True, capturing.offset_of_bias(mask), None
         case = AttentionCase(
-            ref=ref, q=q, k=k, v=v, scale=scale, mask=attn_mask, is_causal=is_causal
-        )
+            ref=ref, q=q, k=k, v=v, scale=scale, mask=mask, is_causal=is_causal,
+            causal_offset=offset,
+        )  # fmt: skip
         system = System.probe(q.device.type)
         turn, count = self.step // owner.every, owner.heads
         heads, at = (

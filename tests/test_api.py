@@ -32,6 +32,7 @@ import torch
 import transformers
 from on_bench import invoked
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import numdev
@@ -1011,6 +1012,24 @@ def test_a_watched_model_is_copied_and_saved(copied: Any) -> None:
             assert watch.step == step
     assert {n["step"] for n in seen} == {0, 1}
     assert torch.equal(copied(model)(x), model(x))
+
+
+def test_a_watched_bias_for_causality_is_no_tensor_of_numbers() -> None:
+    """PyTorch's own bias holds none: the calls are measured as what SDPA makes of it, and
+    nothing is wrong with them."""
+
+    class Biased(torch.nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            q = super().forward(x).unflatten(-1, (2, 4)).transpose(1, 2)
+            return torch.nn.functional.scaled_dot_product_attention(
+                q[:, :, -3:], q, q, causal_lower_right(3, x.shape[1])
+            )
+
+    model, seen = Biased(8, 8).train(), list[dict[str, Any]]()
+    with numdev.watch(model, every=1, tell=seen.append):
+        model(torch.randn(1, 7, 8)).sum().backward()
+    assert [(n["finding"], n["nonfinite"]) for n in seen] == [(None, 0)]
+    assert seen[0]["floor_ratio"] < 20
 
 
 def test_two_threads_run_a_watched_model_at_once() -> None:

@@ -18,6 +18,7 @@ import transformers
 from capturing import TOLERANCE, Run, attend, eager, merged, opened, worst
 from oracles import normal
 from torch import Tensor, nn
+from torch.nn.attention.bias import CausalBias, causal_lower_right, causal_upper_left
 from torch.overrides import _get_current_function_mode_stack
 
 from numdev.cases import AttentionCase
@@ -304,6 +305,76 @@ def test_a_run_is_gone_through_item_by_item() -> None:
     next(items)
     items.close()
     assert events == ["made 0", "ended"]
+
+
+class Calling(nn.Module):
+    """A module that makes q, k and v, [2, 2, tokens, 4], and attends with `call`, whose
+    output is in `out`."""
+
+    def __init__(self, call: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.call = nn.Linear(8, 24), call
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        self.out = self.call(q, k, v)
+        return self.out
+
+
+def called(call: Callable[[Tensor, Tensor, Tensor], Tensor]) -> tuple[Any, AttentionCase]:
+    """The module that attends with `call`, after its run, and the case of its one SDPA
+    call."""
+    model = Calling(call).eval()
+    (case,) = cases_of(model, {"x": normal(2, 6, 8).float()})
+    return model, case
+
+
+@pytest.mark.parametrize(("bias", "offset"), [
+    (causal_upper_left(6, 6), 0), (causal_lower_right(6, 6), 0),
+    (causal_upper_left(3, 6), 0), (causal_lower_right(3, 6), 3),
+])  # fmt: skip
+def test_a_bias_for_causality_is_a_flag_and_an_offset(
+    bias: CausalBias, offset: int
+) -> None:
+    """PyTorch's own bias holds no numbers to add: SDPA reads its variant and lengths."""
+    model, case = called(
+        lambda q, k, v: F.scaled_dot_product_attention(
+            q[:, :, : bias.seq_len_q], k, v, bias
+        )
+    )
+    assert (case.mask, case.is_causal, case.causal_offset) == (None, True, offset)
+    assert worst(attend(case), model.out.double()) < 1e-6
+
+
+def test_a_call_is_in_the_dtype_of_autocast() -> None:
+    """As SDPA gets it, and so with an additive mask; not where autocast is off."""
+    added = normal(6, 6).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        model, case = called(
+            lambda q, k, v: F.scaled_dot_product_attention(q.float(), k, v, added)
+        )
+    assert case.mask is not None
+    assert {x.dtype for x in (case.q, case.k, case.v, case.mask)} == {torch.bfloat16}
+    assert model.out.dtype == torch.bfloat16
+    assert worst(attend(case), model.out.double()) < 2.0**-7
+    off = torch.autocast("cpu", enabled=False)
+    _, case = called(off(F.scaled_dot_product_attention))
+    assert case.q.dtype == torch.float32
+
+
+@pytest.mark.parametrize("call", [
+    torch.func.vmap(lambda *qkv: F.scaled_dot_product_attention(*(x[None] for x in qkv))),
+    lambda *qkv: F.scaled_dot_product_attention(*(
+        torch.nested.nested_tensor([*x.transpose(1, 2)], layout=torch.jagged)
+        .transpose(1, 2) for x in qkv
+    )),
+])  # fmt: skip
+def test_tensors_that_hide_an_axis_are_refused(call: Any) -> None:
+    """In one line, about them: neither the inputs are to blame nor the arithmetic of
+    their lengths."""
+    with pytest.raises(MeasurementError, match=r"Calling: attends over nested tensors"):
+        called(call)
 
 
 # --- what cannot be captured ----------------------------------------------------------

@@ -754,6 +754,23 @@ def test_a_narrower_format_is_told_of_where_nothing_ran_before(
     assert "in bfloat16 at `logits`" in check.reason
 
 
+@pytest.mark.parametrize("name", ["bfloat16", "float32"])
+def test_a_models_own_autocast_is_no_fault_of_a_kernel(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path, name: str
+) -> None:
+    """Its calls come in autocast's dtype. That is narrower than float32, which is the
+    model's fault, and not than bfloat16."""
+    model, autocast = transformers.LlamaForCausalLM, torch.autocast("cpu", torch.bfloat16)
+    monkeypatch.setattr(model, "forward", autocast(model.forward))
+    target = models.saved("llama", tmp_path / "llama")
+    flags = ("--format", name, "--kernel", "sdpa-flash", "--no-sites")
+    report = studied(capsys, tmp_path, target, "--sequences", "3", *flags)
+    narrow = {("format", "model")} if name == "float32" else set()
+    assert {(f.rule, f.kernel) for f in report.findings} == narrow
+    alone = run_of(report, "attention", kernel="sdpa-flash")
+    assert 0.8 < alone.over.mean < 1.25
+
+
 @pytest.mark.slow
 def test_with_dropout_nothing_else_is_tried(
     monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path

@@ -24,6 +24,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from numdev.cases import AttentionCase, CaseRef, Phase, Window
@@ -517,34 +518,44 @@ class _Interceptor(TorchFunctionMode):
         **options: Any,
     ) -> Tensor:
         """Returns the output of an SDPA call, having passed it to `on_call` as a case,
-        with the soft cap, sinks and window that the model passed beside it. A tensor that
-        `on_call` returns is the output. With a training step, `on_call` is not called:
-        the call is stored there for its gradient. The arguments are SDPA's. Raises
-        MeasurementError for dropout, for a window that the mask does not show, and for a
-        call that makes no case; and what `on_call` raises."""
+        with the soft cap, sinks and window that the model passed beside it, and in
+        autocast's dtype where that is on. A tensor that `on_call` returns is the output.
+        With a training step, `on_call` is not called: the call is stored there for its
+        gradient. The arguments are SDPA's. Raises MeasurementError for dropout, for a
+        window that the mask does not show, for tensors that are nested or hide an axis,
+        and for a call that makes no case; and what `on_call` raises."""
         ref = self.watch.next_call() if self.watch else CaseRef(case="call")
         if dropout_p > 0:
             what = f"{ref.module}: attention with dropout {dropout_p} is random"
             raise MeasurementError(what, hint="put the model in eval mode")
-        q, mask, scale = query, attn_mask, options.get("scale")
+        if query.is_nested or torch._C._functorch.is_functorch_wrapped_tensor(query):
+            what = f"{ref.module}: attends over nested tensors, or in torch.func.vmap"
+            raise MeasurementError(what, hint="numdev cannot audit this call")
+        q, k, v, mask, scale = query, key, value, attn_mask, options.get("scale")
+        bias = mask if isinstance(mask, CausalBias) else None
+        mask = None if bias is not None else mask
+        if torch.is_autocast_enabled(q.device.type):
+            q, k, v = (_as_autocast_does(x) for x in (q, k, v))
+            mask = None if mask is None else _as_autocast_does(mask)
         if q.shape != self.passed.get("query", q).shape:
             # For a single query transformers lays the heads of a group out as rows of one
             # head.
             q = self.passed["query"]
             if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
                 mask = mask.reshape(mask.shape[0], q.shape[1], 1, mask.shape[-1])
-        offset = key.shape[-2] - q.shape[-2]
+        offset = k.shape[-2] - q.shape[-2]
         window = _window_of_call(ref, self.passed.get("sliding_window"), mask, q, offset)
+        offset = offset if window else 0 if bias is None else offset_of_bias(bias)
         try:
             case = AttentionCase(
                 ref=ref,
                 q=q,
-                k=key,
-                v=value,
+                k=k,
+                v=v,
                 scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
                 mask=mask,
-                is_causal=is_causal,
-                causal_offset=0 if window is None else offset,
+                is_causal=is_causal or bias is not None,
+                causal_offset=offset,
                 window=window,
                 softcap=self.passed.get("softcap"),
                 sinks=self.passed.get("s_aux"),
@@ -600,6 +611,22 @@ def multi_head_calling(
     return FunctionType(
         original.__code__, namespace, original.__name__, original.__defaults__
     )
+
+
+def _as_autocast_does(x: Tensor) -> Tensor:
+    """Returns a tensor as autocast, which is on for its device, passes it to SDPA: a
+    floating-point one in autocast's dtype, but for fp64; any other as it is."""
+    if x.dtype == torch.float64 or not x.is_floating_point():
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
+
+
+def offset_of_bias(bias: CausalBias) -> int:
+    """Returns the `causal_offset` of a call whose mask is PyTorch's bias for causality.
+    The bias holds no numbers: SDPA aligns top-left for one of equal lengths or of variant
+    UPPER_LEFT, whatever the lengths of the call, and bottom-right for any other."""
+    is_lower = bias.variant == CausalVariant.LOWER_RIGHT
+    return bias.seq_len_kv - bias.seq_len_q if is_lower else 0
 
 
 def _window_of_call(

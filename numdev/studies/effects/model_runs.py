@@ -136,8 +136,10 @@ class Subject:
         makes no call of attention, or attends somewhere without one."""
 
         def answer(case: AttentionCase) -> Tensor:
-            """Returns the attention of a call in the call's own dtype."""
-            return attention(case, format_of(case.q.dtype)).to(case.q.dtype)
+            """Returns the attention of a call in the call's own dtype, which the model's
+            own autocast has chosen if it is on: within a kernel it casts nothing."""
+            with torch.autocast(case.q.device.type, enabled=False):
+                return attention(case, format_of(case.q.dtype)).to(case.q.dtype)
 
         moving = (
             nullcontext()
@@ -192,14 +194,9 @@ class Subject:
         running = Running(rounding)
 
         def answer(case: AttentionCase) -> Tensor:
-            """Returns the attention of a call, in fp64 under the call's dtype; notes a
-            narrower dtype that the model's own autocast asks for."""
+            """Returns the attention of a call, in fp64 under the call's dtype."""
             self.places.note_attention_call()
             kind, dtype = case.q.device.type, case.q.dtype
-            if torch.is_autocast_enabled(kind):  # the model's own
-                rounding.narrower["attention"] = format_of(
-                    torch.get_autocast_dtype(kind)
-                ).name
             with _disable_current_modes(), torch.autocast(kind, enabled=False):
                 values = (attention or exact_attention)(
                     _plain_case(case), format_of(dtype)
