@@ -1730,16 +1730,32 @@ def test_the_first_layer_that_parts_is_named(tmp_path: Path) -> None:
         assert (check.holds, check.difference) == (holds, pytest.approx(times))
 
 
+LATER = torch.ones(6, 6).triu(1)
+# The last also hides all keys of the first token of a sequence
+CAUSAL: dict[str, dict[str, Any]] = {
+    "flag": {"is_causal": True},
+    "bool": {"mask": LATER == 0},
+    "-inf": {"mask": torch.full((6, 6), -math.inf).triu(1)},
+    "-1e9": {"mask": -1e9 * LATER},
+    "lowest": {"mask": torch.finfo(torch.float32).min * LATER},
+    "padded": {"mask": torch.finfo(torch.float32).min * LATER.index_fill(
+        0, torch.tensor([0]), 1.0)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("by", CAUSAL)
 @pytest.mark.parametrize(("causal", "applies"), [(1, False), (2, True)])
 def test_a_model_is_a_decoder_where_most_of_its_calls_hide_later_keys(
-    causal: int, applies: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    causal: int, applies: bool, by: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """One causal call of three makes none; two do."""
+    """One causal call of three makes none; two do, however the mask hides."""
     study, subject = opened(models.saved("bert", tmp_path), sequences=1, length=12)
     checks = Checks(subject, study.chunks[0], study.request)
     x = torch.randn(1, 1, 6, 4, generator=torch.Generator().manual_seed(0))
     call = AttentionCase(ref=CaseRef(case="c"), q=x, k=x, v=x, scale=0.5)
-    cases = [dataclasses.replace(call, is_causal=n < causal) for n in range(3)]
+    cases = [
+        dataclasses.replace(call, **({} if n >= causal else CAUSAL[by])) for n in range(3)
+    ]
     whole = checks.exact_run
 
     def exact(inputs: Any, **how: Any) -> Any:

@@ -5,6 +5,7 @@ and with a script."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,11 +18,12 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from numdev.cases import AttentionCase, visible
+from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, NumdevError, one_line
 from numdev.exact.result_dtypes import is_floating
 from numdev.exact.wide_tensors import widened
 from numdev.formats import Format
+from numdev.kernels.reference import attend
 from numdev.report import Finding
 from numdev.report.number_text import three
 from numdev.request_models import EffectsRequest, demo_checkpoint
@@ -355,10 +357,15 @@ class Checks:
 
         def attention(case: AttentionCase, fmt: Format) -> Tensor:
             """Returns the exact attention of a call; notes whether its first query sees
-            later keys."""
-            shown = visible(case, slice(0, 1), slice(0, case.kv_len))
+            later keys: what it reads of values that are 1 there and 0 at its own key. A
+            mask may hide by a flag, by -inf or by a large negative number. A row that
+            sees no key, as padding does, counts as one that sees none of these."""
             if case.q_len == case.kv_len:
-                hides.append(shown is not None and not bool(shown[..., 1:].any()))
+                later = torch.ones_like(case.v[..., :1])
+                later[:, :, 0] = 0.0
+                first = case.restrict(rows=torch.tensor([0]))
+                read = attend(dataclasses.replace(first, v=later))
+                hides.append(not bool(read.out[~read.empty].any()))
             return exact_attention(case, fmt)
 
         by_hand = bool(self.exact_run and self.subject.by_hand)
