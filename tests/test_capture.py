@@ -400,6 +400,54 @@ def test_attention_that_is_not_seen_or_has_no_one_answer_is_an_error(
         cases_of(model, {name: IDS})
 
 
+def by_softmax(scores: Tensor) -> Tensor:
+    return F.dropout(scores.softmax(-1, dtype=torch.float64), 0.1, training=False)
+
+
+def by_exponential(scores: Tensor) -> Tensor:
+    weights = (scores - scores.amax(-1, keepdim=True)).exp_()
+    return weights / weights.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("weigh", [by_softmax, by_exponential])
+@pytest.mark.parametrize("multiply", [
+    torch.matmul, torch.Tensor.__matmul__,
+    lambda a, b: torch.bmm(a.flatten(0, 1), b.flatten(0, 1)).unflatten(0, (2, 2)),
+    lambda a, b: torch.einsum("bhij,bhjk->bhik", a, b),
+])  # fmt: skip
+def test_attention_by_hand_is_noticed_by_what_it_computes(
+    weigh: Any, multiply: Any
+) -> None:
+    """In a module with no name of a projection, that also makes a call, beside another
+    that makes one."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = multiply(q, k.transpose(-1, -2)) * 0.5
+        scores += torch.full(scores.shape[-2:], -math.inf).triu(1)
+        weights = weigh(torch.cat([scores, scores], dim=-1))[..., : k.shape[2]]
+        seen = F.scaled_dot_product_attention(q, k, v)
+        return (seen + multiply(weights.to(v.dtype), v)).transpose(1, 2).flatten(2)
+
+    model = nn.Sequential(Calling(call), Calling(F.scaled_dot_product_attention))
+    with pytest.raises(MeasurementError, match="not seen in 0;"):
+        cases_of(model.eval(), {"input": normal(2, 6, 8).float()})
+
+
+def test_a_softmax_that_weighs_no_product_is_no_attention() -> None:
+    """A router of experts, experts in one product of matrices, an expectation over bins,
+    and gates."""
+    experts, bins = nn.Parameter(normal(2, 4, 4).float()), torch.arange(8.0)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q = torch.bmm(q.flatten(0, 1), experts.repeat(2, 1, 1)).view_as(q)
+        k = k * (q @ experts[0]).softmax(-1)
+        depth = v.repeat(1, 1, 1, 2).softmax(-1) @ bins
+        return F.scaled_dot_product_attention(q, k * depth[..., None].exp(), v)
+
+    _, case = called(call)
+    assert case.q.shape == (2, 2, 6, 4)
+
+
 def test_every_run_of_a_layer_must_make_a_call() -> None:
     """A layer that is run twice makes two calls."""
     twice = cases_of(models.Attending("sdpa", "sdpa"), text())

@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from numdev.cases import AttentionCase, CaseRef, Phase, Window
 from numdev.errors import MeasurementError, UsageError
 from numdev.kernels import find
+from numdev.sources.attention_by_hand import AttentionByHand
 from numdev.sources.tensor_files import naming, quiet, some
 from numdev.sources.unaudited_mixers import is_mixer, outermost_mixers
 from numdev.sources.upstream_gradients import (
@@ -231,8 +232,8 @@ def first_call(run: Callable[[], object]) -> AttentionCase | None:
 # --- who calls ------------------------------------------------------------------------
 #
 # Modules that own query, key and value projections and ran must have made a call, and so
-# must those that look like a mixer without a softmax and compute one. A module without
-# such projections that attends by hand beside others that do not is not noticed.
+# must those that look like a mixer without a softmax and compute one. No module may
+# multiply scores and their softmax by hand (`attention_by_hand`).
 
 # The projections by their names, whole words between underscores: q_proj, to_k, linear_v,
 # c_attn.
@@ -341,14 +342,16 @@ class Watch:
         self.calls: Counter[str] = Counter()
         self.ran, self.seen = Counter[nn.Module](), Counter[nn.Module]()
         self.softmaxes = set[nn.Module]()  # the mixers that computed one
+        self.products, self.by_hand = AttentionByHand(), set[nn.Module]()
 
     @contextmanager
     def watching(self, *, begun: bool = False) -> Iterator[None]:
         """Enters a context in which to run the model. At its end it raises Unseen where
-        no call was made, or where a module that owns projections, or a mixer that
-        computed a softmax, ran more often than it made calls; not where the model itself
-        raised. `begun`: the model runs already, in this thread: its own hooks are left
-        alone, for PyTorch iterates over them, and what other threads run is ignored."""
+        no call was made, where a module that owns projections, or a mixer that computed
+        a softmax, ran more often than it made calls, or where one multiplied by hand; not
+        where the model itself raised. `begun`: the model runs already, in this thread:
+        its own hooks are left alone, for PyTorch iterates over them, and what other
+        threads run is ignored."""
         thread = threading.get_ident()
         modules = [m for m in self.modules if not (begun and m is self.model)]
         if begun:
@@ -374,7 +377,8 @@ class Watch:
         with module_hooks(modules, enter, leave):
             yield
         attending = self.owners | self.softmaxes
-        missed = sorted(self.modules[m] for m in attending if self.ran[m] > self.seen[m])
+        without_call = {m for m in attending if self.ran[m] > self.seen[m]}
+        missed = sorted(self.modules[m] for m in without_call | self.by_hand)
         if missed or not self.calls:
             what = f"attention ran but was not seen in {some(missed)}"
             what = what if missed else "the model made no attention call"
@@ -395,6 +399,17 @@ class Watch:
         )
         if innermost in self.mixers:
             self.softmaxes.add(innermost)
+
+    def follow(
+        self, func: Callable[..., object], arguments: Sequence[object], result: object
+    ) -> None:
+        """Follows what `func` has made of its arguments: where that is attention by hand,
+        the innermost running module that attends, else the innermost, has ended it."""
+        if self.products.multiplies_weights(func, arguments, result):
+            inside_out = [frame.module for frame in reversed(self.running)]
+            attending = self.owners | self.softmaxes
+            owner = next((m for m in inside_out if m in attending), inside_out[0])
+            self.by_hand.add(owner)
 
     def next_call(self) -> CaseRef:
         """Returns the name of the attention call that the innermost running module is
@@ -503,9 +518,12 @@ class _Interceptor(TorchFunctionMode):
             return self._meet_multi_head(args, kwargs)
         if self.watch and getattr(func, "__name__", "") == "softmax":
             self.watch.note_softmax()
-        return (self._meet_sdpa if func is F.scaled_dot_product_attention else func)(
-            *args, **kwargs
-        )
+        if func is F.scaled_dot_product_attention:
+            return self._meet_sdpa(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if self.watch:
+            self.watch.follow(func, (*args, *kwargs.values()), result)
+        return result
 
     def _meet_sdpa(
         self,

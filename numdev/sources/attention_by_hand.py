@@ -1,0 +1,65 @@
+"""Notice attention that a model multiplies by hand, by what it computes.
+
+Two tensors with a batch are multiplied: scores. A softmax or an exponential makes weights
+of them, and the product of weights with another tensor is attention. In between come
+scales, masks, casts and views, and no layer with parameters. A router's softmax is of no
+such product, a depth's expectation multiplies none. Unseen are tensors without a batch,
+and sums of products that no product makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+Stage = Literal["scores", "weights"]
+BATCHED = 3  # axes of a product with a batch
+# Names of functions and methods of torch, without the underscores around them
+PRODUCTS = frozenset({"matmul", "rmatmul", "bmm", "baddbmm", "einsum"})
+EXPONENTIALS = frozenset({"softmax", "exp", "exp2"})
+# After which scores are scores and weights are weights
+KEEPS = frozenset(
+    {"add", "iadd", "radd", "sub", "isub", "rsub", "subtract", "neg", "where", "cat"}
+    | {"mul", "imul", "rmul", "multiply", "div", "idiv", "truediv", "itruediv", "divide"}
+    | {"masked_fill", "clamp", "clip", "clamp_min", "clamp_max", "maximum", "tanh"}
+    | {"to", "float", "double", "half", "bfloat16", "type", "type_as", "nan_to_num"}
+    | {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "permute"}
+    | {"transpose", "swapaxes", "contiguous", "clone", "expand", "getitem", "narrow"}
+    | {"dropout", "concat", "index_select"}
+)
+
+
+class AttentionByHand:
+    """The scores and weights that are in memory, followed from function to function."""
+
+    def __init__(self) -> None:
+        self.stages = WeakTensorKeyDictionary()
+
+    def multiplies_weights(
+        self, func: Callable[..., object], arguments: Sequence[object], result: object
+    ) -> bool:
+        """Whether `func`, which has made `result` of `arguments`, was the second product
+        of an attention. Notes what it has made of scores and weights: its result where
+        that is one tensor; no other result is followed."""
+        name = getattr(func, "__name__", "").strip("_")
+        if name not in PRODUCTS | EXPONENTIALS | KEEPS or not isinstance(result, Tensor):
+            return False
+        tensors = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
+        stages = {self.stages.get(x) for x in tensors} - {None}
+        stage: Stage | None = None
+        if name in PRODUCTS:
+            if "weights" in stages:
+                return True
+            batched = [x for x in tensors if x.ndim >= BATCHED]
+            is_of_layer = any(isinstance(x, nn.Parameter) for x in tensors)
+            stage = "scores" if len(batched) > 1 and not is_of_layer else None
+        elif "weights" in stages or (stages and name in EXPONENTIALS):
+            stage = "weights"
+        elif stages:
+            stage = "scores"
+        if stage is not None:
+            self.stages[result] = stage
+        return False
