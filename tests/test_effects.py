@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import factories
 import models
 import numpy as np
 import pipelines
@@ -1426,12 +1427,13 @@ def that_was_tested(report: EffectsReport, rule: str, **limits: float) -> Any:
 
 
 @pytest.mark.parametrize(("rule", "line"), [
-    ("finite", "gives no NaN and no infinity"), ("own share", "error of attention alone: 0"),
+    ("finite", "gives no NaN and no infinity"), ("own share", ""),
     ("model", "error of the whole model: 1.00× all sites together"),
 ])  # fmt: skip
 def test_what_passes_of_an_output_that_flips_nothing(rule: str, line: str) -> None:
-    """Of states, or a pipeline's image, nothing is said of a top token; attention that
-    errs as little as all it is held against, 0, has no multiple."""
+    """Of states, or a pipeline's image, nothing is said of a top token. Attention that
+    errs as little as all it is held against, 0, does not reach the output: that is no
+    pass."""
     report = by_ratios((0.0,) * 3)
     no_flips = {"flips": None, "unexplained": None, "first_flip": None}
     rows = tuple(
@@ -1441,9 +1443,23 @@ def test_what_passes_of_an_output_that_flips_nothing(rule: str, line: str) -> No
     plan = report.plan.model_copy(update={"logits": False})
     report = report.model_copy(update={"rows": rows, "plan": plan})
     report = verdict.with_summary(report)
-    statement = verdict.passing(report, [that_was_tested(report, rule)])
-    assert statement is not None
-    assert statement.line == line
+    test = that_was_tested(report, rule)
+    statement = verdict.passing(report, [test])
+    assert (test.standing, statement and statement.line) == (
+        ("held", line) if line else ("undecided", None)
+    )
+
+
+def test_a_kernel_whose_answer_a_model_does_not_use_does_not_pass(
+    capsys: Any, tmp_path: Path
+) -> None:
+    """One that returns zeros would pass with it."""
+    torch.manual_seed(0)
+    save_file(factories.WeightsAlone().state_dict(), tmp_path / "w.safetensors")
+    flags = ("--model", "factories:WeightsAlone", "--sequences", "3", "--no-sites")
+    chosen = ("--kernel", "sdpa-math")
+    report = studied(capsys, tmp_path, tmp_path / "w.safetensors", *flags, *chosen)
+    assert that_was_tested(report, "own share").standing == "undecided"
 
 
 @pytest.mark.parametrize(("ratios", "standing", "observed"), [

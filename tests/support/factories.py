@@ -52,6 +52,20 @@ class GPT(nn.Module):
         return self.lm_head(x)
 
 
+class WeightsAlone(nn.Module):
+    """A model that reads which tokens attend, and not what they attend to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(96, 16), nn.Linear(16, 96)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        logits: Tensor = self.head(x + self.attention(x, x, x)[1] @ x)
+        return logits
+
+
 def nanogpt(model_args: dict[str, Any]) -> nn.Module:
     return GPT(SimpleNamespace(**model_args))
 

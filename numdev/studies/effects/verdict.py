@@ -79,6 +79,8 @@ NOTHING_BESIDE = {
     "against": "{} attention",
     "sites": "all rounding sites together",
 }
+# As where a model reads the weights of its attention alone, or its output times 0
+UNUSED = "attention alone has no error at the output, as where the model does not use it"
 
 
 def tests(report: EffectsReport, rules: Rules) -> Iterator[Test]:
@@ -292,10 +294,11 @@ def _ratio_test(
     compared with. Exceeded: the lower end of its interval is beyond the limit; or it has
     no interval and is more than SURELY times the limit; or, with `steady` (no router,
     many positions), the ratio in one sequence is. Held: it has an interval and is within
-    the limit; or there is no ratio and the cost is 0. Not applicable: for the kernel
-    `against` beside itself, and in a pipeline for all sites. Undecided otherwise, also
-    where a sequence has an error and the run beside it none, and for a ratio of 0 without
-    an interval. `run`: one with a cost."""
+    the limit; or there is no ratio and the cost of the whole model is 0. Not applicable:
+    for the kernel `against` beside itself, and in a pipeline for all sites. Undecided
+    otherwise, also where a sequence has an error and the run beside it none, where
+    attention alone has no error and none is expected, and for a ratio of 0 without an
+    interval. `run`: one with a cost."""
     by, against = RATIO_RULES[run.beside or "sites"], against_in_words(plan.against)
     wide = by.rule == "model" and run.format not in BIAS_FORMATS
     limit = getattr(limits, f"{by.limit}_float32" if wide else by.limit)
@@ -315,8 +318,10 @@ def _ratio_test(
         return test | {"standing": Standing.NOT_APPLICABLE, "reasons": (why,)}
     if run.over is None or run.unmatched:
         assert run.cost is not None
-        if run.cost.mean == 0:
+        if run.cost.mean == 0 and by.rule == "model":
             return test | {"standing": Standing.HELD, "observed": 0.0}
+        if run.cost.mean == 0:
+            return test | {"standing": Standing.UNDECIDED, "reasons": (UNUSED,)}
         beside = NOTHING_BESIDE[run.beside or "sites"].format(against)
         why = f"there is an error, and none in {beside}"
         return test | {"standing": Standing.UNDECIDED, "reasons": (why,)}
