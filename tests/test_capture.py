@@ -388,6 +388,7 @@ BY_HAND = nn.Sequential(
 @pytest.mark.parametrize(("model", "says"), [
     (models.Attending("softmax"), "not seen in attn;"), (BY_HAND, "not seen in 1;"),
     (models.Attending("sdpa", "softmax"), "not seen in attn;"),
+    (models.Attending("sdpa", "aten"), "not seen in attn;"),
     (nn.Sequential(nn.Embedding(96, 4)), "no attention call"),
     (models.Attending("dropout"), r"attn: attention with dropout 0\.1"),
 ])  # fmt: skip

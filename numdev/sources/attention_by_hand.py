@@ -20,16 +20,19 @@ BATCHED = 3  # axes of a product with a batch
 # Names of functions and methods of torch, without the underscores around them
 PRODUCTS = frozenset({"matmul", "rmatmul", "bmm", "baddbmm", "einsum"})
 EXPONENTIALS = frozenset({"softmax", "exp", "exp2"})
-# After which scores are scores and weights are weights
-KEEPS = frozenset(
-    {"add", "iadd", "radd", "sub", "isub", "rsub", "subtract", "neg", "where", "cat"}
+# After both scores are scores, and weights are weights
+ARITHMETIC = frozenset(
+    {"add", "iadd", "radd", "sub", "isub", "rsub", "subtract", "neg", "where", "tanh"}
     | {"mul", "imul", "rmul", "multiply", "div", "idiv", "truediv", "itruediv", "divide"}
-    | {"masked_fill", "clamp", "clip", "clamp_min", "clamp_max", "maximum", "tanh"}
-    | {"to", "float", "double", "half", "bfloat16", "type", "type_as", "nan_to_num"}
+    | {"masked_fill", "clamp", "clip", "clamp_min", "clamp_max", "maximum", "dropout"}
+)
+CASTS_AND_VIEWS = frozenset(
+    {"to", "float", "double", "half", "bfloat16", "type", "type_as", "nan_to_num"}
     | {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "permute"}
     | {"transpose", "swapaxes", "contiguous", "clone", "expand", "getitem", "narrow"}
-    | {"dropout", "concat", "index_select"}
+    | {"cat", "concat", "index_select"}
 )
+KEEPS = ARITHMETIC | CASTS_AND_VIEWS
 
 
 class AttentionByHand:

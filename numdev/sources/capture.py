@@ -539,33 +539,54 @@ class _Interceptor(TorchFunctionMode):
         with the soft cap, sinks and window that the model passed beside it, and in
         autocast's dtype where that is on. A tensor that `on_call` returns is the output.
         With a training step, `on_call` is not called: the call is stored there for its
-        gradient. The arguments are SDPA's. Raises MeasurementError for dropout, for a
-        window that the mask does not show, for tensors that are nested or hide an axis,
-        and for a call that makes no case; and what `on_call` raises."""
+        gradient. The arguments are SDPA's. Raises MeasurementError for dropout, and as
+        `_case_of_call`; and what `on_call` raises."""
         ref = self.watch.next_call() if self.watch else CaseRef(case="call")
         if dropout_p > 0:
             what = f"{ref.module}: attention with dropout {dropout_p} is random"
             raise MeasurementError(what, hint="put the model in eval mode")
+        scale = options.get("scale")
+        case = self._case_of_call(ref, query, key, value, attn_mask, is_causal, scale)
+        answer = self.on_call(case) if self.step is None else None
+        self.is_replaced = answer is not None
+        if answer is not None:
+            return answer.reshape(*query.shape[:-1], answer.shape[-1])
+        if case.softcap is None and case.sinks is None:
+            call = (query, key, value, attn_mask, dropout_p, is_causal)
+            out = F.scaled_dot_product_attention(*call, **options)
+        else:  # SDPA has no words for it
+            out = find("baseline").attend(case).out
+            out = out.reshape(*query.shape[:-1], out.shape[-1])
+        return out if self.step is None else self.step.hold(case, out)
+
+    def _case_of_call(
+        self, ref: CaseRef, query: Tensor, key: Tensor, value: Tensor,
+        attn_mask: Tensor | None, is_causal: bool, scale: float | None,
+    ) -> AttentionCase:  # fmt: skip
+        """Returns an SDPA call as a case, with what the model passed beside it. The
+        arguments are SDPA's. Raises MeasurementError for a window that the mask does not
+        show, for tensors that are nested or hide an axis, and for a call that makes no
+        case."""
         if query.is_nested or torch._C._functorch.is_functorch_wrapped_tensor(query):
             what = f"{ref.module}: attends over nested tensors, or in torch.func.vmap"
             raise MeasurementError(what, hint="numdev cannot audit this call")
-        q, k, v, mask, scale = query, key, value, attn_mask, options.get("scale")
+        q, k, v, mask = query, key, value, attn_mask
         bias = mask if isinstance(mask, CausalBias) else None
         mask = None if bias is not None else mask
-        if torch.is_autocast_enabled(q.device.type):
-            q, k, v = (_as_autocast_does(x) for x in (q, k, v))
-            mask = None if mask is None else _as_autocast_does(mask)
         if q.shape != self.passed.get("query", q).shape:
             # For a single query transformers lays the heads of a group out as rows of one
             # head.
             q = self.passed["query"]
             if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
                 mask = mask.reshape(mask.shape[0], q.shape[1], 1, mask.shape[-1])
+        if torch.is_autocast_enabled(q.device.type):
+            q, k, v = (_as_autocast_does(x) for x in (q, k, v))
+            mask = None if mask is None else _as_autocast_does(mask)
         offset = k.shape[-2] - q.shape[-2]
         window = _window_of_call(ref, self.passed.get("sliding_window"), mask, q, offset)
         offset = offset if window else 0 if bias is None else offset_of_bias(bias)
         try:
-            case = AttentionCase(
+            return AttentionCase(
                 ref=ref,
                 q=q,
                 k=k,
@@ -582,17 +603,6 @@ class _Interceptor(TorchFunctionMode):
             raise MeasurementError(
                 error.message, hint="numdev cannot audit this call"
             ) from error
-        answer = self.on_call(case) if self.step is None else None
-        self.is_replaced = answer is not None
-        if answer is not None:
-            return answer.reshape(*query.shape[:-1], answer.shape[-1])
-        if case.softcap is None and case.sinks is None:
-            call = (query, key, value, attn_mask, dropout_p, is_causal)
-            out = F.scaled_dot_product_attention(*call, **options)
-        else:  # SDPA has no words for it
-            out = find("baseline").attend(case).out
-            out = out.reshape(*query.shape[:-1], out.shape[-1])
-        return out if self.step is None else self.step.hold(case, out)
 
     def _meet_multi_head(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
