@@ -387,6 +387,8 @@ def test_lines_of_verdicts_begin_with_what_is_wrong() -> None:
                       observed=1.05, limit=1.1),
         KernelVerdict(kernel="b", format="bfloat16", outcome="unmeasured", rule="error",
                       reason="why"),
+        KernelVerdict(kernel="d", format="bfloat16", outcome="passed", rule="bias",
+                      metric="bias_size", observed=0.139, limit=0.05),
         KernelVerdict(kernel="a", format="bfloat16", outcome="exceeded", finding=0, rule="error"),
     ]  # fmt: skip
     heads = [row(h, kernel="a", floor_ratio=1.5 + h, baseline_ratio=0.4) for h in (0, 1)]
@@ -402,6 +404,8 @@ def test_lines_of_verdicts_begin_with_what_is_wrong() -> None:
         "worst 2.50× floor, layer 0 head 1.",
         "NOT JUDGED b bfloat16 why",
         "PASS c bfloat16 closest to its limit: rule `error`, 1.05 (limit 1.1)",
+        "PASS d bfloat16 closest to its limit: rule `bias`, 0.139 (limit 0.05, beyond it "
+        "but not certain)",
     ]
 
 

@@ -157,7 +157,10 @@ def _passed_line(v: KernelVerdict, summary: KernelSummary | None, words: Words) 
         return "no limit on the size of its errors applies here"
     write = multiple if v.metric in RATIOS else three
     number = write(v.observed, v.limit)
-    return f"closest to its limit: rule `{v.rule}`, {number} (limit {three(v.limit)})"
+    bias = v.observed if v.metric is not None and v.metric.startswith("bias") else None
+    is_beyond = bias is not None and v.limit is not None and bias > v.limit
+    limit = three(v.limit) + ", beyond it but not certain" * is_beyond
+    return f"closest to its limit: rule `{v.rule}`, {number} (limit {limit})"
 
 
 def _line_key(every: Sequence[KernelVerdict], v: KernelVerdict) -> object:
