@@ -216,7 +216,8 @@ def named_inputs(model: nn.Module, inputs: Inputs | str | Path | None) -> dict[s
     """Returns a model's inputs, by the names of its forward's arguments. A mapping is
     copied, and its names are not checked; a tensor, or a sequence of tensors, is taken in
     the order of forward's arguments. Raises UsageError for more tensors than arguments,
-    for a required argument that gets none, for a path, and for None."""
+    for a required argument that gets none, for a forward without a signature, as a
+    scripted model's, for a path, and for None."""
     if isinstance(inputs, Mapping):
         return dict(inputs)
     if inputs is None or isinstance(inputs, str | Path):
@@ -225,7 +226,7 @@ def named_inputs(model: nn.Module, inputs: Inputs | str | Path | None) -> dict[s
     positional = (inputs,) if isinstance(inputs, Tensor) else inputs
     try:
         return dict(inspect.signature(model.forward).bind(*positional).arguments)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         hint = "give tensors in the order of forward's arguments, or a mapping"
         raise UsageError(f"inputs: {error}", hint=hint) from error
 

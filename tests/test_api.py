@@ -42,6 +42,7 @@ from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import MeasurementError, UsageError
 from numdev.kernels import find
 from numdev.kernels.plain_functions import untested_parameters
+from numdev.sources.prompts import argument_names
 from numdev.studies.audit import isolation, mistake_search
 from numdev.studies.audit.kernel_check import FEATURES, CheckSource, default_cases
 from numdev.system import expect_device
@@ -1012,6 +1013,18 @@ def test_a_watched_model_is_copied_and_saved(copied: Any) -> None:
             assert watch.step == step
     assert {n["step"] for n in seen} == {0, 1}
     assert torch.equal(copied(model)(x), model(x))
+
+
+def test_a_scripted_model_is_refused_in_one_line() -> None:
+    """Nothing that runs in it can be seen, and its forward has no signature."""
+    x = torch.randn(1, 5, 8)
+    model = torch.jit.trace(torch.nn.Linear(8, 8), x)
+    with pytest.raises(
+        UsageError, match=r"inputs: no signature found for <torch\.Script"
+    ):
+        numdev.audit(model, x)
+    with pytest.raises(UsageError, match="got a ScriptMethod"):
+        argument_names(model.forward)
 
 
 def test_a_watched_bias_for_causality_is_no_tensor_of_numbers() -> None:

@@ -381,8 +381,17 @@ def draw_input(
 
 def argument_names(forward: Callable[..., object]) -> tuple[list[str], bool]:
     """Returns the names of a function's arguments, in order, without `*args`, `**kwargs`
-    and positional-only ones; and whether it takes any other by name (`**kwargs`)."""
-    parameters = inspect.signature(forward).parameters.values()
+    and positional-only ones; and whether it takes any other by name (`**kwargs`). Raises
+    UsageError for one without a signature, as a scripted model's: nothing that runs in it
+    can be seen."""
+    try:
+        parameters = inspect.signature(forward).parameters.values()
+    except ValueError as error:
+        got = type(forward).__name__
+        what = f"expected a model whose forward is a function of Python, got a {got}"
+        raise UsageError(
+            what, hint="give the module that was scripted or traced"
+        ) from error
     named = [
         p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     ]
