@@ -39,7 +39,8 @@ class FunctionRun:
 
     outputs: Values  # detached, strided as they came
     gradients: Values = field(default_factory=dict)
-    written: Values = field(default_factory=dict)  # arguments that it wrote into
+    # Arguments that it wrote into, and buffers of the module that it is
+    written: Values = field(default_factory=dict)
     raw: Values = field(default_factory=dict)  # the outputs in the memory they came in
     differentiable: tuple[str, ...] = ()  # outputs that gradients went back into
     alias: str | None = None  # an input in whose memory an output lies
@@ -49,6 +50,7 @@ class FunctionRun:
     # Why gradients could not be computed of a call that wrote into its inputs
     backward_error: str | None = None
     buffers: tuple[str, ...] = ()  # arguments that are memory for an output
+    state: tuple[str, ...] = ()  # the names of a module's buffers
     in_float32: tuple[str, ...] = ()  # operators that have no kernel of their dtype here
     # What was returned where that holds no tensor: `None`, `a value of type float`
     in_place_of_tensors: str | None = None
@@ -72,11 +74,13 @@ class FunctionRun:
 
     def misdeeds(self, like: FunctionRun) -> list[str]:
         """Returns clauses on what the run did that `like`, the reference's run, did not:
-        `writes into its inputs (x)` (but for memory for an output), `returns memory of
-        its input x`, `lets no gradient back from output`. Outputs that a later call wrote
-        into are named whatever the reference did: `writes a later call's result into an
-        earlier one's (output)`. Empty where there is nothing."""
-        may_be_written = {*like.written, *like.buffers}
+        `writes into its inputs (x)` (but for memory for an output, and for buffers of a
+        module that the reference has none of), `returns memory of its input x`, `lets no
+        gradient back from output`. Outputs that a later call wrote into are named
+        whatever the reference did: `writes a later call's result into an earlier one's
+        (output)`. Empty where there is nothing."""
+        buffers_alone = set(self.state) - set(like.state)
+        may_be_written = {*like.written, *like.buffers, *buffers_alone}
         wrong = [name for name in self.written if name not in may_be_written]
         clauses = [f"writes into its inputs ({', '.join(wrong)})"] if wrong else []
         if self.alias and not like.alias and self.alias not in may_be_written:
@@ -154,7 +158,7 @@ def run(
     what the function and, unless it wrote, what autograd raises; MeasurementError where
     the function ends the program, and for an output whose numbers cannot be read."""
     roots = arguments.copied(gradients=cotangents is not None)
-    before = arguments.leaves()
+    buffers = {n: x.detach().clone() for n, x in buffers_of(function).items()}
     with _seeded(seed), torch.set_grad_enabled(cotangents is not None):
         # Autograd lets nobody write into a tensor that requires a gradient itself
         inputs = roots if cotangents is None else roots.mapped(_child)
@@ -163,9 +167,7 @@ def run(
         _wait(leaves)
         outputs = outputs_of(returned)
         _check_numbers(outputs)
-        written = {
-            n: x for n, x in leaves.items() if not same(as_real(x), as_real(before[n]))
-        }
+        written = _written(arguments.leaves(), leaves, buffers, buffers_of(function))
         gradients: Values = {}
         through: tuple[str, ...] = ()
         why: str | None = None
@@ -189,7 +191,8 @@ def run(
         differentiable=through,
         alias=_alias(outputs, leaves),
         backward_error=why,
-        buffers=_buffers(before),
+        buffers=_buffers(arguments.leaves()),
+        state=tuple(buffers),
         in_place_of_tensors=None if outputs else _kind_of(returned),
     )
     return dataclasses.replace(
@@ -270,6 +273,72 @@ def private(function: Callable[..., object]) -> Callable[..., object]:
     """Returns a module as a deep copy that a run may change; any other function as it is,
     also a module's method."""
     return copy.deepcopy(function) if isinstance(function, nn.Module) else function
+
+
+def _written(
+    arguments: Values, arguments_after: Values, buffers: Values, buffers_after: Values
+) -> Values:
+    """Returns the arguments that a call wrote into, and the buffers, as they are
+    afterwards, by name; of a name that both have, the argument. A buffer that has another
+    shape or dtype afterwards was replaced, and does not count."""
+    names = [n for n in buffers if n in buffers_after and n not in arguments]
+    alike = [n for n in names if _form(buffers[n]) == _form(buffers_after[n])]
+    before = {**arguments, **{n: buffers[n] for n in alike}}
+    after = {**arguments_after, **{n: buffers_after[n].detach() for n in alike}}
+    return {
+        n: after[n] for n in before if not same(as_real(after[n]), as_real(before[n]))
+    }
+
+
+def _form(x: Tensor) -> tuple[torch.Size, torch.dtype]:
+    """Returns a tensor's shape and dtype."""
+    return x.shape, x.dtype
+
+
+def buffers_of(function: Callable[..., object]) -> Values:
+    """Returns a module's buffers by name, without the `_orig_mod.` of a compiled module,
+    and without those that have no number for each element in memory; empty for any other
+    function."""
+    if not isinstance(function, nn.Module):
+        return {}
+    named = ((n.replace(OF_COMPILED, ""), x) for n, x in function.named_buffers())
+    return {name: x for name, x in named if without_numbers(x) is None}
+
+
+@contextlib.contextmanager
+def buffers_restored(function: Callable[..., object]) -> Iterator[None]:
+    """Returns a context at whose end a module's buffers hold what they do at the start,
+    in the tensors of the start. A buffer that has another shape or dtype by then stays:
+    it was not updated but replaced, as by weights that the first call packs. Does nothing
+    for any other function."""
+    modules = list(function.modules()) if isinstance(function, nn.Module) else []
+    every = [(module, name) for module in modules for name in module._buffers]
+    places = [
+        (module, name, x, x.detach().clone())
+        for module, name in every
+        if (x := module._buffers[name]) is not None and without_numbers(x) is None
+    ]
+    try:
+        yield
+    finally:
+        for module, name, x, before in places:
+            _put_back(module, name, x, before)
+
+
+def _put_back(module: nn.Module, name: str, buffer: Tensor, values: Tensor) -> None:
+    """Makes a tensor the buffer `name` of a module again, apart from autograd, and writes
+    the values into it where it has others. Does nothing where the module has none of that
+    name, or the one that it has, or the tensor, is not of the values' shape and dtype."""
+    now = module._buffers.get(name)
+    if now is None or not _form(now) == _form(buffer) == _form(values):
+        return
+    if now is not buffer:
+        module._buffers[name] = buffer
+    if buffer.grad_fn is not None:
+        buffer.detach_()
+    if not same(as_real(buffer), as_real(values)):
+        with torch.no_grad():
+            buffer.copy_(values)
 
 
 def poison(like: Sequence[Tensor]) -> None:

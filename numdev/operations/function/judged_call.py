@@ -31,6 +31,7 @@ SMALLEST, LARGEST = 1e-300, 1e300  # JSON has no infinity
 LARGEST_FOR_CLOSER = 1 << 20  # numbers of a call: above nobody looks closer
 FEW = 16  # elements of a tensor, up to which a call is drawn several times
 DRAWS = 8  # how often then
+NO_DATA_NEEDED = "what is written into a buffer may depend on no data, as a count"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,6 +50,7 @@ class Judge:
     conditioning: float | None = None
     formula_ratio: float | None = None
     kernel_steps: str | None = None  # why the steps of PyTorch's kernels err more
+    is_buffer: bool = False  # whether it is what a module wrote into a buffer
 
     @property
     def format(self) -> Format:
@@ -132,16 +134,17 @@ class Judge:
         )
         # In the order of the fields: the report has the reasons in this order
         lacking = [n for n in BesideReference.model_fields if n not in ("form", "layout")]
+        free = {"moved": NO_DATA_NEEDED} if self.is_buffer else {}
         if x is None:
             return about, dict.fromkeys(lacking, "a tensor of another form has no errors")
         if self.errors is None:
             count = self.mismatches(x)
             judged = {"mismatches"} if self.moved is None else {"mismatches", "moved"}
             lacking = [name for name in lacking if name not in judged]
-            why = dict.fromkeys(lacking, "integers are not rounded")
+            why = dict.fromkeys(lacking, "integers are not rounded") | free
             return about.model_copy(update={"mismatches": count}), why
         excess = self.errors.beside(x.double())
-        nulls = {"mismatches": "no integers", **excess.nulls}
+        nulls = {"mismatches": "no integers", **free, **excess.nulls}
         return about.model_copy(update=_fields(excess)), nulls
 
 
@@ -264,6 +267,9 @@ class FunctionCall:
             fmt = values_format(self.forms[name].dtype)
             errors = Errors.of(truth, fmt, runs, sound, plain.double())
         steps = why_kernels_err(self.draws[0].kernels_taken)
+        is_buffer = name in self.draws[0].written_buffers
+        if is_buffer:
+            moved = []
         return Judge(
             form=self.forms[name],
             truth=truth,
@@ -277,6 +283,7 @@ class FunctionCall:
             conditioning=_distance(name, truth, shaken, errors),
             formula_ratio=self._formula_ratio(name, truth, errors),
             kernel_steps=steps or None,
+            is_buffer=is_buffer,
         )
 
     def _formula_ratio(
@@ -315,6 +322,17 @@ class FunctionCall:
         of a draw, as many for each draw."""
         by_draw = [runs_of(draw) for draw in self.draws]
         return [stacked([x[name] for x in runs]) for runs in zip(*by_draw, strict=True)]
+
+    def without_lacking_buffers(self, run: FunctionRun) -> FunctionCall:
+        """Returns the call as it is to be judged beside `run`, of which a module need not
+        have the reference's buffers: what the reference writes into those that it lacks
+        is no result. The same call where it lacks none. Raises what the reference
+        raises."""
+        lacking = frozenset(self.draws[0].written_buffers) - set(run.state)
+        if not lacking:
+            return self
+        draws = [replace(draw, lacking=lacking) for draw in self.draws]
+        return replace(self, draws=draws)
 
     def as_returned(self, run: FunctionRun) -> FunctionCall:
         """Returns the call as it is to be judged beside `run`. It changes for a reference

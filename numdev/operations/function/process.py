@@ -194,6 +194,7 @@ class FunctionProcess:
             in_place_of_tensors=None if other is None else str(other),
             differentiable=tuple(map(str, _listed(answer["differentiable"]))),
             overwritten=tuple(map(str, _listed(answer["overwritten"]))),
+            state=tuple(map(str, _listed(answer["state"]))),
         )
 
     def _tensor(self, dtype_name: str, shape: object, until: float) -> Tensor:
@@ -349,6 +350,7 @@ def _as_message(answers: Sequence[Answer]) -> Message:
             "alias": answer.alias,
             "differentiable": list(answer.differentiable),
             "overwritten": list(answer.overwritten),
+            "state": list(answer.state),
             "strides": [[name, list(x)] for name, x in answer.strides.items()],
             "devices": [list(pair) for pair in answer.devices.items()],
             "backward_error": answer.backward_error,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from numdev.operations.function.function_runs import (
     OF_COMPILED,
     Cotangents,
     FunctionRun,
+    buffers_of,
     called,
     private,
     run,
@@ -44,27 +45,40 @@ CLOSER = 16  # more still, for a closer look at what exceeds a limit
 RUNS = 64  # from the seed of a call's first run to that of the next call's
 
 
+class _Spreaded(NamedTuple):
+    """What a call came to: what it returned, the tree of arguments afterwards (None: they
+    are as `evaluate` has them), and buffers afterwards by name."""
+
+    output: object
+    tree: object
+    buffers: Values
+
+
 class _Spread(nn.Module):
     """A module that calls a function with a tuple of positional arguments and a mapping
     of named ones. With `writes` the function gets copies of the tensors that require a
-    gradient, since autograd lets code write into these; all arguments are then returned
-    beside the output."""
+    gradient, since autograd lets code write into these. `state`: names of buffers of the
+    function, a module, that it writes into."""
 
-    def __init__(self, function: Callable[..., object], *, writes: bool) -> None:
+    def __init__(
+        self, function: Callable[..., object], *, writes: bool, state: Sequence[str]
+    ) -> None:
         super().__init__()
-        self.function, self.writes = function, writes
+        self.function, self.writes, self.state = function, writes, state
 
     def forward(
         self, positional: Sequence[object], named: Mapping[str, object]
-    ) -> object:
-        """Returns what the function returns, with dataclasses opened; with `writes` a
-        pair of that and the tree of arguments afterwards, detached. Raises what the
-        function raises."""
-        if not self.writes:
-            return opened(called(self.function, positional, named))
-        tree = tree_map(_writable, (positional, named))
+    ) -> _Spreaded:
+        """Returns what the function returns, with dataclasses opened; with `writes` the
+        tree of arguments afterwards, else None; and the buffers in `state` afterwards, by
+        name. The last two are detached. Raises what the function raises."""
+        tree = (positional, named)
+        if self.writes:
+            tree = tree_map(_writable, tree)
         output = opened(called(self.function, *tree))
-        return output, tree_map(_detached, tree)
+        after = tree_map(_detached, tree) if self.writes else None
+        buffers = buffers_of(self.function) if self.state else {}
+        return _Spreaded(output, after, {n: buffers[n].detach() for n in self.state})
 
 
 def _writable(x: object) -> object:
@@ -90,6 +104,8 @@ class FunctionReference:
     # Outputs that are float64 and that an implementation returns in another dtype: in
     # that; what the reference computes in float64 then errs as in float32
     returned_in: Mapping[str, torch.dtype] = field(default_factory=dict)
+    # Buffers that an implementation has none of: what is written into them is no result
+    lacking: frozenset[str] = frozenset()
     _kernels_taken: dict[str, None] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -120,10 +136,21 @@ class FunctionReference:
     @cached_property
     def plain(self) -> FunctionRun:
         """Returns the call as PyTorch runs it here, with gradients where `backward`; a
-        module is copied for it. Outputs in `returned_in` are in that dtype. An operator
-        that PyTorch has no kernel for, in this format on this device, computes in
-        float32. Raises what the reference raises."""
-        return self.as_pytorch(self.arguments, self.cotangents).narrowed(self.returned_in)
+        module is copied for it. Outputs in `returned_in` are in that dtype, and what was
+        written into buffers in `lacking` is left out. An operator that PyTorch has no
+        kernel for, in this format on this device, computes in float32. Raises what the
+        reference raises."""
+        ran = self.as_pytorch(self.arguments, self.cotangents).narrowed(self.returned_in)
+        written = {n: x for n, x in ran.written.items() if n not in self.lacking}
+        return replace(ran, written=written)
+
+    @property
+    def written_buffers(self) -> list[str]:
+        """Returns the names of the buffers that `plain` wrote into, but for those in
+        `lacking`; empty where the reference is no module. Raises what the reference
+        raises."""
+        arguments = self.arguments.leaves()
+        return [name for name in self.plain.written if name not in arguments]
 
     def as_pytorch(
         self, arguments: Arguments, cotangents: Cotangents | None = None
@@ -249,25 +276,24 @@ class FunctionReference:
         inputs = (arguments or self.arguments).copied(gradients=backward)
         cotangents = (cotangents or self.cotangents) if backward else None
         by_path = {f"[{i}]{path}": name for i, path, name in _paths(inputs)}
-        writes = backward and bool(self.plain.written)
+        state = self.written_buffers
+        into = [name for name in self.plain.written if name not in state]
         done = evaluate(
-            _Spread(self.function, writes=writes),
+            _Spread(self.function, writes=backward and bool(into), state=state),
             *inputs.tree,
             rounding=rounding,
             seed=self.seed,
             cotangent=cotangents.of if cotangents is not None else None,
             within=within,
         )
-        output: object = done.output
-        tree: object = done.arguments
-        if writes:
-            output, tree = cast(tuple[object, object], done.output)
-        values = outputs_of(output)
+        spread = cast(_Spreaded, done.output)
+        tree = done.arguments if spread.tree is None else spread.tree
+        values = outputs_of(spread.output)
         # The tree of arguments that `Arguments.tree` is.
         positional, named = cast(tuple[tuple[object, ...], Mapping[str, object]], tree)
         after = Arguments(positional=positional, named=named, names=inputs.names)
         ran = after.leaves()
-        values |= {name: ran[name] for name in self.plain.written}
+        values |= {name: ran[name] for name in into} | spread.buffers
         for path, gradient in done.gradients.items():
             name = gradient_name(
                 by_path.get(path, path.removeprefix("function.").replace(OF_COMPILED, ""))

@@ -37,6 +37,7 @@ WITHOUT_TF32 = (
 )
 SENSITIVE = 3.0  # times what rounding explains, that inputs moved by half an ulp move
 SHOWN = 8  # inputs that are not judged
+NOT_COMPARED = "Not compared"  # how sentences on results that are not judged begin
 NARROW = 10.0  # times what rounding explains: data that move the result less judge little
 
 
@@ -62,14 +63,15 @@ def findings(
     """Returns the findings of a judgement, and sentences: on a tolerance's power, on what
     was tested, on the reference and the inputs, and the report's doubts."""
     wrong, tested = findings_in(judgement, report.rows, report.words)
-    words = (*remarks(report.rows), *not_judged(report))
+    words = (*remarks(report.rows), *not_judged(report), *report.doubts)
     power = power_sentences(report.power)
-    return wrong, (*power, *tested, *words, *report.doubts)
+    return wrong, (*power, *tested, *dict.fromkeys(words))
 
 
 def not_judged(report: FunctionReport) -> Iterator[str]:
     """Yields sentences on what was asked for and is not judged: gradients in each format
-    in which the reference has none, and inputs; nothing where all is."""
+    in which the reference has none, results that are not compared, and inputs; nothing
+    where all is."""
     if report.request.get("backward"):
         rows = (row for row in report.rows if row.role == "baseline")
         for fmt, of_format in grouped(rows, lambda row: row.format).items():
@@ -79,6 +81,7 @@ def not_judged(report: FunctionReport) -> Iterator[str]:
                     f"Gradients are not judged ({fmt}): the reference lets none back to "
                     "its inputs."
                 )
+    yield from (doubt for doubt in report.doubts if doubt.startswith(NOT_COMPARED))
     yield from inputs_not_judged(report.inputs)
 
 

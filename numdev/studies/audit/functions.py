@@ -30,6 +30,7 @@ from numdev.operations.function.causes import causes_of
 from numdev.operations.function.function_runs import (
     Cotangents,
     FunctionRun,
+    buffers_restored,
     poison,
     private,
     run,
@@ -74,6 +75,7 @@ from numdev.report import (
 from numdev.studies.audit.case_measurement import measure_task
 from numdev.studies.audit.deviation_rows import bare_row
 from numdev.studies.audit.function_for_script import ScriptTarget
+from numdev.studies.audit.function_reports import NOT_COMPARED
 from numdev.studies.audit.guarded_search import (
     GIVEN_UP,
     Named,
@@ -220,15 +222,16 @@ def _data(asked: Asked, seed: int) -> list[Arguments]:
 
 
 def is_few(runs: Runs, plan: FunctionPlan) -> bool:
-    """Whether a real floating-point output of the first run has fewer than FEW numbers,
-    so that a call must be drawn several times. False where that run failed, or for inputs
-    of more than LARGEST_FOR_DRAWS numbers. `runs`: at least one."""
+    """Whether a real floating-point output of the first run, or an argument or buffer
+    that it wrote into, has fewer than FEW numbers, so that a call must be drawn several
+    times. False where that run failed, or for inputs of more than LARGEST_FOR_DRAWS
+    numbers. `runs`: at least one."""
     first = runs[0]
     numbers = sum(x.numel() for x in plan.draws[0].arguments.leaves().values())
     if isinstance(first, Failure) or numbers > LARGEST_FOR_DRAWS:
         return False
-    outputs = first.outputs.values()
-    return any(x.numel() < FEW and x.is_floating_point() for x in outputs)
+    results = (*first.outputs.values(), *first.written.values())
+    return any(x.numel() < FEW and x.is_floating_point() for x in results)
 
 
 def run_all(
@@ -236,8 +239,9 @@ def run_all(
 ) -> list[FunctionRun | Failure]:
     """Returns the results of the function on every draw, in order, run one after another
     in this process; a Failure with the reason where it raises an exception, SystemExit
-    included. KeyboardInterrupt passes. A module is copied once for all runs, and one run
-    may change the state for the next; arguments are copied for each run. Before each run
+    included. KeyboardInterrupt passes. A module is copied once for all runs. Its buffers
+    are the same at the start of each, as they are for the reference, but one run may
+    change other state for the next; arguments are copied for each run. Before each run
     memory of the sizes of its inputs and of the last results is filled with NaN
     (integers: with 1), which an output that the function does not write then shows.
     Raises what copying a module raises."""
@@ -249,9 +253,11 @@ def run_all(
         poison([*drawn.arguments.leaves().values(), *outputs.values()])
         try:
             cotangents = Cotangents(seed=drawn.seed) if backward else None
-            runs.append(
-                run(function, drawn.arguments, seed=drawn.seed, cotangents=cotangents)
-            )
+            with buffers_restored(function):
+                ran = run(
+                    function, drawn.arguments, seed=drawn.seed, cotangents=cotangents
+                )
+            runs.append(ran)
         except Exception as error:  # it is foreign code
             runs.append(Failure("failed", _in_one_line(error)))
     return [x.finished() if isinstance(x, FunctionRun) else x for x in runs]
@@ -763,6 +769,7 @@ def judge_function_runs(
             records.setdefault(call.name, _record(call, part.format))
             earlier = _exact(call)
             lacking |= dict.fromkeys(_in_float32(call, part.format))
+            lacking |= dict.fromkeys(_of_lacking_buffers(call))
             with watch("reference"):
                 _update_influences(influences, call, part)
             if tolerance is not None and not number and earlier:
@@ -835,9 +842,10 @@ def _of_numbers(call: FunctionCall, names: Sequence[str]) -> list[Influence]:
 
 def calls_of_part(part: FormatPart) -> Iterator[tuple[FunctionCall, Runs]]:
     """Yields each call with its reference, and the function's runs in order of its draws:
-    a Failure in place of one that failed. Where the reference returns float64 of narrower
-    inputs, and the first run float32 or the first argument's dtype, the call is judged in
-    the dtypes that this run returned (`FunctionCall.as_returned`)."""
+    a Failure in place of one that failed. What the reference writes into buffers that
+    the first run's function lacks is not judged. Where the reference returns float64 of
+    narrower inputs, and the first run float32 or the first argument's dtype, the call is
+    judged in the dtypes that this run returned (`FunctionCall.as_returned`)."""
     by_call: dict[int, list[FunctionRun | Failure]] = {}
     for draw, ran in zip(part.plan.draws, part.runs, strict=True):
         by_call.setdefault(draw.call, []).append(ran)
@@ -846,7 +854,7 @@ def calls_of_part(part: FormatPart) -> Iterator[tuple[FunctionCall, Runs]]:
         first = runs[0]
         if isinstance(first, FunctionRun):
             with contextlib.suppress(Exception):  # of the reference: its rows say why
-                call = call.as_returned(first)
+                call = call.without_lacking_buffers(first).as_returned(first)
         yield call, runs
 
 
@@ -901,6 +909,17 @@ def _in_float32(call: FunctionCall, fmt: Format) -> Iterator[str]:
         yield (
             f"PyTorch has no {fmt.name} kernel of {names} on {call.draws[0].device}: "
             "there the reference computes in float32, and rounds once."
+        )
+
+
+def _of_lacking_buffers(call: FunctionCall) -> Iterator[str]:
+    """Yields a sentence that names the buffers that the reference writes into and the
+    function has none of; nothing where it has them all."""
+    if lacking := call.draws[0].lacking:
+        yield (
+            f"{NOT_COMPARED}: what the reference writes into "
+            f"{', '.join(sorted(lacking))}, since the function is no module that has "
+            "buffers of these names."
         )
 
 

@@ -1,0 +1,168 @@
+"""What a function keeps from call to call: buffers of a module are results, and the same
+at the start of each call."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import numdev
+from numdev.function_check import check_problem
+from numdev.operations.function.process import FunctionProcess
+from numdev.studies.audit.functions import served
+
+CHANNELS = 24
+
+
+def inputs(seed: int) -> Tensor:
+    return torch.randn(32, CHANNELS, generator=torch.Generator().manual_seed(seed)) + 1
+
+
+class BatchNorm(nn.Module):
+    """A batch norm in training, by operations; `biased` forgets that the variance that it
+    remembers is over n - 1, `forgets` remembers nothing."""
+
+    def __init__(self, *, biased: bool = False, forgets: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(CHANNELS)
+        self.biased, self.forgets = biased, forgets
+
+    def forward(self, x: Tensor) -> Tensor:
+        variance, mean = torch.var_mean(x, dim=0, correction=0)
+        if not self.forgets:
+            n = 1 if self.biased else len(x) / (len(x) - 1)
+            with torch.no_grad():
+                self.norm.running_mean.lerp_(mean, 0.1)
+                self.norm.running_var.lerp_(variance * n, 0.1)
+                self.norm.num_batches_tracked += 1
+        y = (x - mean) * torch.rsqrt(variance + self.norm.eps)
+        return y * self.norm.weight + self.norm.bias
+
+
+class Reference(BatchNorm):
+    """The same by PyTorch's operator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
+class Scaled(nn.Module):
+    """Divides by a mean of the largest numbers so far; `anew` puts a new tensor into the
+    buffer, in place of writing into it."""
+
+    def __init__(self, *, anew: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.ones(CHANNELS))
+        self.anew = anew
+
+    def forward(self, x: Tensor) -> Tensor:
+        now = x.abs().amax(0)
+        if self.anew:
+            self.largest = 0.5 * self.largest + 0.5 * now
+        else:
+            self.largest.mul_(0.5).add_(0.5 * now)
+        return x / self.largest
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_what_a_module_writes_into_its_buffers_is_a_result(backward: bool) -> None:
+    """A count too, which no data move."""
+    options = {"reference": Reference(), "inputs": inputs, "backward": backward}
+    assert numdev.check(BatchNorm(), **options).passed
+    result = numdev.check(BatchNorm(biased=True), **options)
+    exceeded = [x for x in result.judgement.tests if x.standing == "exceeded"]
+    assert {x.tensor for x in exceeded} == {"norm.running_var"}
+    result = numdev.check(BatchNorm(forgets=True), **options)
+    words = "norm.running_mean: it is not written into, as the reference does"
+    assert words in str(result.report.findings[0].whole)
+
+
+def test_a_function_without_the_buffers_is_judged_by_its_outputs() -> None:
+    """And it is said what is not compared."""
+
+    def function(x: Tensor) -> Tensor:
+        return nn.functional.batch_norm(x, None, None, training=True)
+
+    result = numdev.check(function, reference=Reference(), inputs=inputs)
+    assert result.passed
+    assert result.skipped[0] == (
+        "Not compared: what the reference writes into norm.num_batches_tracked, "
+        "norm.running_mean, norm.running_var, since the function is no module that has "
+        "buffers of these names."
+    )
+
+
+def test_a_modules_buffers_of_its_own_are_no_inputs() -> None:
+    """As memory to work in."""
+
+    class Working(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("memory", torch.zeros(32, CHANNELS), persistent=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.memory.copy_(x).exp()
+
+    assert numdev.check(Working(), reference=torch.exp, inputs=inputs).passed
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("anew", [False, True])
+def test_a_module_begins_each_call_with_the_same_buffers(
+    anew: bool, backward: bool
+) -> None:
+    """As the reference does, of which each call has a copy."""
+    options = {"reference": Scaled(), "inputs": inputs, "backward": backward}
+    assert numdev.check(Scaled(anew=anew), **options).passed
+
+
+def test_weights_that_the_first_call_packs_stay_packed() -> None:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("weight", torch.arange(24.0).view(4, 6))
+            self.is_packed = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.is_packed:
+                self.weight, self.is_packed = self.weight.t().contiguous(), True
+            return x[:, :6] @ self.weight
+
+    class Plain(Packed):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[:, :6] @ self.weight.t()
+
+    assert numdev.check(Packed(), reference=Plain(), inputs=inputs).passed
+
+
+def test_buffers_come_back_from_a_process(tmp_path: Path) -> None:
+    text = (
+        "import torch\n"
+        "class Model(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.register_buffer('total', torch.zeros(20))\n"
+        "    def forward(self, x):\n"
+        "        self.total += FACTOR * x.sum(0)\n"
+        "        return x - self.total\n"
+        "get_inputs = lambda: [torch.randn(16, 20)]\n"
+        "get_init_inputs = lambda: []\n"
+    )
+    (tmp_path / "problem.py").write_text(text.replace("FACTOR", "1"))
+    solution = text.replace("Model", "ModelNew").replace("FACTOR", "1")
+    wrong = solution.replace("return x - self.total", "y = x - self.total\n        self.total *= 2\n        return y")  # fmt: skip
+    outcomes = []
+    for name, each in (("right", solution), ("wrong", wrong)):
+        (tmp_path / f"{name}.py").write_text(each)
+        with FunctionProcess(run=served) as process:
+            problem = tmp_path / "problem.py"
+            result = check_problem(
+                tmp_path / f"{name}.py", problem=problem, process=process
+            )
+        outcomes.append(result.passed)
+        tensors = {x.tensor for x in result.report.rows if x.role == "kernel"}
+        assert tensors == {"output", "total"}
+    assert outcomes == [True, False]
