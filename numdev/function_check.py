@@ -402,12 +402,13 @@ def _wants_gradients(calls: Sequence[Arguments]) -> bool:
 
 
 def _unseen_sentences(calls: Sequence[Arguments]) -> list[str]:
-    """Returns a sentence for each dataclass among the inputs that has tensors: numdev
-    does not look into it."""
+    """Returns a sentence for each class of objects among the inputs that have tensors:
+    numdev does not look into them."""
     names = dict.fromkeys(name for call in calls for name in call.unseen())
     return [
-        f"Tensors in {name}, a dataclass among the inputs, come as they are: they are "
-        "not rounded, differentiated or tried with other numbers."
+        f"Tensors in {name}, an object among the inputs, come as they are: they are not "
+        "rounded, differentiated or tried with other numbers, and what is written into "
+        "them is not compared."
         for name in names
     ]
 

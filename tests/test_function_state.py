@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import numdev
 from numdev.function_check import check_problem
 from numdev.operations.function.process import FunctionProcess
+from numdev.operations.function.trees import Arguments
 from numdev.studies.audit.functions import served
 
 CHANNELS = 24
@@ -166,3 +167,58 @@ def test_buffers_come_back_from_a_process(tmp_path: Path) -> None:
         tensors = {x.tensor for x in result.report.rows if x.role == "kernel"}
         assert tensors == {"output", "total"}
     assert outcomes == [True, False]
+
+
+# --- objects among the arguments ------------------------------------------------------
+
+
+class Cache:
+    """Keys of earlier calls."""
+
+    def __init__(self) -> None:
+        self.keys = torch.ones(3, CHANNELS)
+
+    def with_more(self, keys: Tensor) -> Tensor:
+        self.keys = torch.cat([self.keys, keys])
+        return self.keys
+
+
+def test_each_call_gets_a_copy_of_a_cache() -> None:
+    """It would be longer each time, and what runs first would change what comes later."""
+
+    def sums(x: Tensor, cache: Cache) -> Tensor:
+        return cache.with_more(x).cumsum(0)
+
+    options = {"reference": sums, "inputs": lambda seed: (inputs(seed), Cache())}
+    for fmt in ("float32", "bfloat16"):
+        result = numdev.check(sums, **options, formats=fmt, backward=True)
+        assert result.passed, str(result)
+    assert result.skipped[0] == (
+        "Tensors in Cache, an object among the inputs, come as they are: they are not "
+        "rounded, differentiated or tried with other numbers, and what is written into "
+        "them is not compared."
+    )
+    wrong = numdev.check(lambda x, cache: sums(x, cache) * 1.001, **options)
+    assert wrong.report.findings[0].cause == "it is 1.001 times what it should be"
+
+
+def test_each_call_gets_a_copy_of_a_generator() -> None:
+    def dropped(x: Tensor, generator: torch.Generator) -> Tensor:
+        return x * (torch.rand(x.shape, generator=generator) > 0.5)
+
+    result = numdev.check(
+        dropped,
+        reference=dropped,
+        inputs=lambda seed: (inputs(seed), torch.Generator().manual_seed(seed + 7)),
+    )
+    assert result.passed, str(result)
+
+
+def test_a_tensor_in_an_object_too_is_one_tensor_in_the_copy() -> None:
+    x = inputs(0)
+    cache = Cache()
+    cache.keys = x
+    arguments = Arguments(positional=(x, [cache], open))
+    first, [copied], function = arguments.copied(gradients=False).positional
+    assert (copied is cache, copied.keys is first, function) == (False, True, open)
+    assert first is not x

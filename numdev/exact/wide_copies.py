@@ -40,7 +40,7 @@ def wide_module(module: nn.Module) -> nn.Module:
 
     Raises Unsupported for an attribute whose copy raises TypeError, such as a lock, and
     for a tensor that is not strided."""
-    tensors = list({id(x): x for x in _tensors_in(module)}.values())
+    tensors = list({id(x): x for x in tensors_in(module)}.values())
     copies = wide_copies(tensors)
     memo: dict[int, object] = {}
     for x in tensors:
@@ -107,12 +107,13 @@ def _storage_extent(x: Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in steps)
 
 
-def _tensors_in(module: nn.Module) -> Iterator[Tensor]:
-    """Yields each tensor that can be reached from a module's attributes once. What is in
+def tensors_in(owner: object) -> Iterator[Tensor]:
+    """Yields each tensor that can be reached from an object's attributes once, a module's
+    or another's. What is in
     an object's `__slots__` is not reached; a tensor's own attributes, and those of Python
     modules, classes and functions, are not followed."""
     seen: set[int] = set()
-    pending: list[object] = [module]
+    pending: list[object] = [owner]
     while pending:
         x = pending.pop()
         if id(x) in seen:

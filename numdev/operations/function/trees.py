@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +19,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 from numdev.cases import strided_as
 from numdev.exact.result_dtypes import is_floating
+from numdev.exact.wide_copies import tensors_in
 from numdev.exact.wide_tensors import Wide
 from numdev.tensor_properties import GRADIENT
 
@@ -64,11 +66,12 @@ class Arguments:
         return _named(once.values())
 
     def unseen(self) -> list[str]:
-        """Returns the names of the classes of dataclasses among the arguments that hold
-        tensors, each once. Their tensors are no `leaves`: they are neither copied nor
-        rounded nor differentiated."""
-        every = (x for _, x in _flat(self.tree, ""))
-        closed = [x for x in every if opened(x) is not x and outputs_of(x)]
+        """Returns the names of the classes of objects among the arguments that hold
+        tensors, as dataclasses and caches do, each once. Their tensors are no `leaves`:
+        they are neither rounded nor differentiated, and what is written into them is no
+        result."""
+        every = [x for _, x in _flat(self.tree, "") if not isinstance(x, Tensor)]
+        closed = [x for x in every if next(tensors_in(x), None) is not None]
         return list(dict.fromkeys(type(x).__name__ for x in closed))
 
     def mapped(self, change: Callable[[str, Tensor], Tensor]) -> Arguments:
@@ -82,7 +85,8 @@ class Arguments:
         """Returns arguments whose tensors are copies in memory of their own, apart from
         autograd, with the same strides where no two elements of a tensor share memory.
         With `gradients` all floating-point ones, real or complex, require a gradient;
-        without, none does."""
+        without, none does. Other objects (a cache, a generator) are deep copies too,
+        since a function may change them; one that cannot be copied is as it is."""
 
         def copy(name: str, x: Tensor) -> Tensor:
             """Returns a copy of a tensor, apart from autograd."""
@@ -93,7 +97,26 @@ class Arguments:
                 copied = strided_as(x.detach().clone(), x)
             return copied.requires_grad_() if gradients and is_floating(x) else copied
 
-        return self.mapped(copy)
+        return self._mapped_with_objects(copy)
+
+    def _mapped_with_objects(self, change: Callable[[str, Tensor], Tensor]) -> Arguments:
+        """Returns arguments as `mapped`, with deep copies of the objects that are no
+        tensors, in which `change(name, tensor)` stands for a tensor among the arguments
+        too. An object that cannot be copied is as it is."""
+        changed = {id(x): change(name, x) for name, x in self.leaves().items()}
+        memo: dict[int, object] = dict(changed)
+
+        def copied(x: object) -> object:
+            """Returns what stands for a tensor, a deep copy of anything else."""
+            if id(x) in changed:
+                return changed[id(x)]
+            try:
+                return deepcopy(x, memo)
+            except Exception:  # of a class that cannot be copied, or foreign code
+                return x
+
+        positional, named = tree_map(copied, self.tree)
+        return Arguments(positional=positional, named=named, names=self.names)
 
 
 def arguments_of(data: object, function: Callable[..., object]) -> Arguments:
