@@ -3,6 +3,9 @@ at the start of each call."""
 
 from __future__ import annotations
 
+import itertools
+import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -222,3 +225,67 @@ def test_a_tensor_in_an_object_too_is_one_tensor_in_the_copy() -> None:
     first, [copied], function = arguments.copied(gradients=False).positional
     assert (copied is cache, copied.keys is first, function) == (False, True, open)
     assert first is not x
+
+
+# --- references that keep something ---------------------------------------------------
+
+AGAIN = (
+    "it returns another output when it is called again with the same arguments: it keeps "
+    "something from call to call, or draws numbers without PyTorch's seed"
+)
+
+
+def counting() -> Callable[[Tensor], Tensor]:
+    """A step counter that outlives the call, as that of a bias correction."""
+    steps = itertools.count(1000)
+    return lambda x: x * (1 + 1e-4 * next(steps))
+
+
+def drawing() -> Callable[[Tensor], Tensor]:
+    drawn = random.Random(0)
+    return lambda x: x * drawn.random()
+
+
+class Counting(nn.Module):
+    """Whose state is no buffer, so that each run of a copy begins anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return x * self.steps
+
+
+class Argmax(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return x.argmax(-1) + self.steps
+
+
+@pytest.mark.parametrize("make", [counting, drawing, Counting, Argmax])
+def test_a_reference_that_returns_something_else_again_judges_nothing(
+    make: Callable[[], Callable[[Tensor], Tensor]],
+) -> None:
+    """What it keeps would count as rounding: beside a scale that grows by 1e-4 with each
+    run, one that is 1e-3 off passed in float32."""
+    result = numdev.check(lambda x: x * 1.1012, reference=make(), inputs=inputs)
+    assert result.verdict == "NOT JUDGED"
+    reasons = {row.reason for row in result.report.rows if row.role == "kernel"}
+    assert reasons == {f"the reference: {AGAIN}"}
+
+
+def test_a_reference_may_keep_what_changes_nothing() -> None:
+    """Running statistics that it does not read, or a table that it makes once."""
+    norm, tables = nn.BatchNorm1d(CHANNELS), {}
+
+    def reference(x: Tensor) -> Tensor:
+        table = tables.setdefault(x.dtype, torch.linspace(0, 1, CHANNELS))
+        return norm(x) * table
+
+    assert numdev.check(reference, reference=reference, inputs=inputs).passed

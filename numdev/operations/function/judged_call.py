@@ -7,7 +7,7 @@ are judged together: in such a tensor the first axis is the draw."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -18,10 +18,15 @@ from numdev.errors import MeasurementError
 from numdev.exact.kernel_steps import why_kernels_err
 from numdev.exact.result_dtypes import is_floating
 from numdev.exact.rounded_results import values_format
+from numdev.exact.wide_tensors import UNROUNDED
 from numdev.formats import FORMATS, Format, round_to
 from numdev.operations.function.function_runs import FunctionRun
 from numdev.operations.function.inputs import differ_in_values, shuffled
-from numdev.operations.function.reference import FunctionReference, moved_by_half_an_ulp
+from numdev.operations.function.reference import (
+    FunctionReference,
+    module_of_function,
+    moved_by_half_an_ulp,
+)
 from numdev.operations.function.shapes_and_dtypes import Form, short_name
 from numdev.operations.function.trees import Arguments, Values, as_real
 from numdev.operations.function.yardstick import Errors, Excess
@@ -31,6 +36,16 @@ SMALLEST, LARGEST = 1e-300, 1e300  # JSON has no infinity
 LARGEST_FOR_CLOSER = 1 << 20  # numbers of a call: above nobody looks closer
 FEW = 16  # elements of a tensor, up to which a call is drawn several times
 DRAWS = 8  # how often then
+# What a second run may differ by from the first, times what rounding explains. The order
+# of sums on several threads, or on a GPU, changes a run in a format by about as much as
+# its rounding does, and an exact one by 2^-29 of what float32 explains at most; in
+# float64 the exact one is such a run too.
+MOST_CHANGED_BY_ORDER = 3.0
+MOST_CHANGED = 0.01
+NOT_REPEATED = (
+    "it returns another {name} when it is called again with the same arguments: it keeps "
+    "something from call to call, or draws numbers without PyTorch's seed"
+)
 NO_DATA_NEEDED = "what is written into a buffer may depend on no data, as a count"
 
 
@@ -88,6 +103,20 @@ class Judge:
         if errors is not None:
             errors = errors.with_further([x.double() for x in further])
         return replace(self, rounded=[*self.rounded, *further], errors=errors)
+
+    def repeats(self, first: Tensor, second: Tensor, *, exact: bool) -> bool:
+        """Whether the tensor of a second run of the reference is that of the first, but
+        for what the order of sums may change: the rms difference is less than
+        MOST_CHANGED times what rounding explains, or MOST_CHANGED_BY_ORDER times for runs
+        that are not `exact` and in float64. Integers and bools have to be the same."""
+        first, second = as_real(first), as_real(second)
+        if first.shape != second.shape or self.errors is None:
+            return first.equal(second)
+        apart_by = torch.where(first.isfinite() & second.isfinite(), second - first, 0.0)
+        rms: float = float(apart_by.double().square().mean()) ** 0.5
+        is_finer = exact and self.format.precision < FORMATS["float64"].precision
+        limit = MOST_CHANGED if is_finer else MOST_CHANGED_BY_ORDER
+        return rms <= limit * self.errors.rms
 
     @cached_property
     def floor(self) -> Tensor:
@@ -245,7 +274,23 @@ class FunctionCall:
             draw.computed_exactly(moved_by_half_an_ulp(draw.arguments, draw.seed))
             for draw in self.draws
         ]
-        return {name: self._judge(name, truths, moved, shaken) for name in self.forms}
+        judges = {name: self._judge(name, truths, moved, shaken) for name in self.forms}
+        self._check_repeats(judges)
+        return judges
+
+    def _check_repeats(self, judges: Mapping[str, Judge]) -> None:
+        """Raises MeasurementError where the reference returns something else when it is
+        called with the same arguments again: what it keeps from call to call would count
+        as rounding. Its exact run is repeated after all others; a module, of which each
+        run has a copy, is also called twice as PyTorch runs it."""
+        draw = self.draws[0]
+        again = [(draw.truth, draw.computed(UNROUNDED, backward=False), True)]
+        if module_of_function(draw.function) is not None and not draw.plain.in_float32:
+            again.append((draw.plain.tensors, draw.called_twice().tensors, False))
+        for first, second, exact in again:
+            for name in judges.keys() & second.keys():
+                if not judges[name].repeats(first[name], second[name], exact=exact):
+                    raise MeasurementError(NOT_REPEATED.format(name=name))
 
     def _judge(
         self,

@@ -22,6 +22,7 @@ from numdev.operations.function.function_runs import (
     Cotangents,
     FunctionRun,
     buffers_of,
+    buffers_restored,
     called,
     private,
     run,
@@ -171,6 +172,16 @@ class FunctionReference:
                 raise
         with MissingKernels() as mode:
             return replace(ran(), in_float32=tuple(mode.names))
+
+    def called_twice(self) -> FunctionRun:
+        """Returns the second of two runs of one copy of the reference, a module whose
+        buffers are put back in between; of another function just another run. No
+        gradients are computed. Raises what the reference raises."""
+        function = private(self.function)
+        for _ in range(2):
+            with buffers_restored(function):
+                ran = run(function, self.arguments, seed=self.seed)
+        return ran.narrowed(self.returned_in)
 
     @cached_property
     def truth(self) -> Values:
