@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,10 +15,12 @@ import torch
 from torch import Tensor, nn
 
 import numdev
-from numdev.function_check import check_problem
+from numdev.function_check import check_beside, check_problem
+from numdev.kernels import import_callable
 from numdev.operations.function.process import FunctionProcess
 from numdev.operations.function.trees import Arguments
 from numdev.studies.audit.functions import served
+from numdev.testing import CheckResult
 
 CHANNELS = 24
 
@@ -289,3 +293,62 @@ def test_a_reference_may_keep_what_changes_nothing() -> None:
         return norm(x) * table
 
     assert numdev.check(reference, reference=reference, inputs=inputs).passed
+
+
+# --- scripts that show it -------------------------------------------------------------
+
+
+def printed(result: CheckResult) -> tuple[int, str]:
+    """Exit code and output of a failed check's script."""
+    assert result.reproducer is not None, result.notes
+    command = [sys.executable, str(result.reproducer)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    return ran.returncode, ran.stdout + ran.stderr
+
+
+PROBLEM = """
+import torch
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.zeros(20))
+    def forward(self, x):
+        y = x - self.total
+        self.total += x.sum(0)
+        return y
+get_inputs = lambda: [torch.randn(16, 20)]
+get_init_inputs = lambda: []
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("pass", "total is not written into"),
+        ("self.total += 1.01 * x.sum(0)", "The error shows: the limit is"),
+    ],
+)
+def test_a_script_shows_what_is_wrong_with_a_buffer(
+    line: str, words: str, tmp_path: Path
+) -> None:
+    wrong = PROBLEM.replace("self.total += x.sum(0)", line)
+    problem, solution = tmp_path / "problem.py", tmp_path / "solution.py"
+    problem.write_text(PROBLEM)
+    solution.write_text(wrong.replace("Model", "ModelNew"))
+    result = check_problem(solution, problem=problem, reproducers=tmp_path)
+    code, out = printed(result)
+    assert (code, words in out) == (1, True), out
+
+
+def test_a_script_shows_that_an_argument_is_not_written_into(tmp_path: Path) -> None:
+    text = "def kernel(x):\n    return x + 1\ndef reference(x):\n    return x.add_(1)\n"
+    (tmp_path / "unwritten.py").write_text(text)
+    target = f"{tmp_path / 'unwritten.py'}:kernel"
+    result = check_beside(
+        target,
+        reference=import_callable(target.replace("kernel", "reference"), "reference"),
+        inputs=inputs,
+        reproducers=tmp_path,
+    )
+    code, out = printed(result)
+    assert (code, "x is not written into" in out) == (1, True), out

@@ -79,12 +79,11 @@ class FunctionRun:
         gradient back from output`. Outputs that a later call wrote into are named
         whatever the reference did: `writes a later call's result into an earlier one's
         (output)`. Empty where there is nothing."""
-        buffers_alone = set(self.state) - set(like.state)
-        may_be_written = {*like.written, *like.buffers, *buffers_alone}
-        wrong = [name for name in self.written if name not in may_be_written]
+        wrong = self.wrongly_written(like)
         clauses = [f"writes into its inputs ({', '.join(wrong)})"] if wrong else []
         if self.alias and not like.alias and self.alias not in may_be_written:
             clauses.append(f"returns memory of its input {self.alias}")
+        may_be_written = {*like.written, *like.buffers}
         lacking = [n for n in like.differentiable if n not in self.differentiable]
         if like.gradients and lacking:
             clauses.append(f"lets no gradient back from {', '.join(lacking)}")
@@ -97,6 +96,14 @@ class FunctionRun:
 
     def narrowed(self, dtypes: Mapping[str, torch.dtype]) -> FunctionRun:
         """Returns the run with the outputs named in `dtypes` cast to these dtypes; names
+    def wrongly_written(self, like: FunctionRun) -> list[str]:
+        """Returns the names of arguments and buffers that the run wrote into and `like`,
+        the reference's run, did not. Memory for an output may be written into, and so may
+        buffers that the reference has none of."""
+        buffers_alone = set(self.state) - set(like.state)
+        may_be_written = {*like.written, *like.buffers, *buffers_alone}
+        return [name for name in self.written if name not in may_be_written]
+
         of no output are passed over."""
         outputs = {n: x.to(dtypes.get(n, x.dtype)) for n, x in self.outputs.items()}
         return dataclasses.replace(self, outputs=outputs)

@@ -81,7 +81,7 @@ NO_TARGET: Mapping[str, object] = {
     "file": None, "aside": None, "class_arguments": None, "class_seed": 0,
     "class_dtype": None, "has_state": False, "memory": [], "outputs": [],
     "expected_names": [], "untouched": [], "memory_of": None, "lacking": {},
-    "contiguous": False, "remembers": False,
+    "contiguous": False, "remembers": False, "has_buffers": False, "unwritten": False,
 }  # fmt: skip
 EARLIER = "an earlier call"  # in a finding on a function that returns what it remembers
 CLEARLY = 1.2  # times sound code's figure: from there on a call shows the failure
@@ -129,6 +129,7 @@ def write_reproducer(
         facts |= _facts_of_figure(small, tensor, figure)
         facts["remembers"] = EARLIER in finding.whole
         tensors = {**_stored_inputs(small.call), **_stored_exact(small, tensor)}
+        facts["has_buffers"] = bool(small.runs[0].state)
         call = small.call
     words = textwrap.wrap(plain(finding.whole), 97)
     if script is not None:
@@ -394,18 +395,19 @@ def _facts_of_figure(failing: FailingCall, tensor: str, figure: str) -> dict[str
 
 def _facts_of_form(failing: FailingCall, tensor: str) -> dict[str, object]:
     """Returns what a script looks at where the first run is of another form than the
-    reference's: names of what is returned, inputs that are written into, that whose
-    memory is returned, outputs that let no gradient back, and whether the tensor is to be
-    contiguous. What is as the reference's is empty, None or left out."""
+    reference's: names of what is returned, inputs that are written into, whether the
+    tensor is an input that is not, that whose memory is returned, outputs that let no
+    gradient back, and whether the tensor is to be contiguous. What is as the reference's
+    is empty, None, False or left out."""
     ran, like = failing.runs[0], failing.call.draws[0].plain
-    may_be_written = {*like.written, *like.buffers}
     names = list(like.outputs)
     facts: dict[str, object] = {}
     # A named tuple's have a dot, which a script does not spell
     if list(ran.outputs) != names and "." not in "".join(names):
         facts["expected_names"] = names
-    facts["untouched"] = [name for name in ran.written if name not in may_be_written]
-    if not like.alias and ran.alias not in may_be_written:
+    facts["untouched"] = ran.wrongly_written(like)
+    facts["unwritten"] = tensor in like.written and tensor not in ran.written
+    if not like.alias and ran.alias not in {*like.written, *like.buffers}:
         facts["memory_of"] = ran.alias
     lacking = {i: n for i, n in enumerate(names) if n in like.differentiable}
     if like.gradients and ran.outputs.keys() >= like.outputs.keys():
