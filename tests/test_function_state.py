@@ -352,3 +352,30 @@ def test_a_script_shows_that_an_argument_is_not_written_into(tmp_path: Path) -> 
     )
     code, out = printed(result)
     assert (code, "x is not written into" in out) == (1, True), out
+
+
+# --- results that are not compared ----------------------------------------------------
+
+
+def test_elements_where_the_reference_overflows_are_counted() -> None:
+    """Their exact result is finite, and so is what the function returns."""
+
+    def large(seed: int) -> Tensor:
+        x = inputs(seed)
+        return torch.cat([x[:16], x[16:] * 100])
+
+    def wrong(x: Tensor) -> Tensor:
+        norms = x.float().square().sum(-1).sqrt().to(x.dtype)
+        norms[16:] = 1
+        return norms
+
+    result = numdev.check(
+        wrong,
+        reference=lambda x: x.square().sum(-1).sqrt(),
+        inputs=large,
+        formats="float16",
+    )
+    assert result.skipped[0] == (
+        "Not compared: 16 of 32 elements of output (seed 0, float16), where the exact "
+        "result is finite and the reference in this format is not."
+    )

@@ -136,6 +136,13 @@ class Judge:
         other = _kinds(x) != kinds
         return int((other & ~free).sum()), int((other & free).sum())
 
+    def unjudged(self, x: Tensor, errors: Errors) -> int:
+        """Returns how many elements of `x` are finite, as the exact result is that is
+        rounded once, and have no error beside it, since a run of the reference is not
+        finite there."""
+        is_finite = self.floor.isfinite() & x.isfinite()
+        return int((is_finite & ~errors.usable).sum())
+
     def mismatches(self, x: Tensor) -> int:
         """Returns how many integers of `x` differ from the exact result and from every
         run of the reference. An integer that rounding changes may be any of those that
@@ -173,6 +180,7 @@ class Judge:
             why = dict.fromkeys(lacking, "integers are not rounded") | free
             return about.model_copy(update={"mismatches": count}), why
         excess = self.errors.beside(x.double())
+        about = about.model_copy(update={"unjudged": self.unjudged(x, self.errors)})
         nulls = {"mismatches": "no integers", **free, **excess.nulls}
         return about.model_copy(update=_fields(excess)), nulls
 

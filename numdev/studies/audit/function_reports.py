@@ -70,8 +70,8 @@ def findings(
 
 def not_judged(report: FunctionReport) -> Iterator[str]:
     """Yields sentences on what was asked for and is not judged: gradients in each format
-    in which the reference has none, results that are not compared, and inputs; nothing
-    where all is."""
+    in which the reference has none, elements and other results that are not compared, and
+    inputs; nothing where all is."""
     if report.request.get("backward"):
         rows = (row for row in report.rows if row.role == "baseline")
         for fmt, of_format in grouped(rows, lambda row: row.format).items():
@@ -81,8 +81,30 @@ def not_judged(report: FunctionReport) -> Iterator[str]:
                     f"Gradients are not judged ({fmt}): the reference lets none back to "
                     "its inputs."
                 )
+    yield from elements_not_judged(report.rows)
     yield from (doubt for doubt in report.doubts if doubt.startswith(NOT_COMPARED))
     yield from inputs_not_judged(report.inputs)
+
+
+def elements_not_judged(rows: Sequence[DeviationRow]) -> Iterator[str]:
+    """Yields a sentence for each tensor of a function in each format that has elements
+    without an error where the reference is not finite, with the most in one call."""
+    kernels = [row for row in rows if row.role == "kernel" and row.beside_reference]
+    for (tensor, fmt), each in grouped(kernels, lambda x: (x.tensor, x.format)).items():
+        worst = max(each, key=_unjudged)
+        if count := _unjudged(worst):
+            yield (
+                f"{NOT_COMPARED}: {count:,} of {worst.elements:,} elements of {tensor} "
+                f"({worst.case}, {fmt}), where the exact result is finite and the "
+                "reference in this format is not."
+            )
+
+
+def _unjudged(row: DeviationRow) -> int:
+    """Returns how many finite elements of a row's tensor have no error beside the
+    reference; 0 where that was not counted."""
+    numbers = row.beside_reference
+    return 0 if numbers is None else numbers.unjudged or 0
 
 
 def inputs_not_judged(inputs: Sequence[InputRecord]) -> Iterator[str]:
