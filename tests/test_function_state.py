@@ -357,6 +357,20 @@ def test_a_script_shows_that_an_argument_is_not_written_into(tmp_path: Path) -> 
 # --- results that are not compared ----------------------------------------------------
 
 
+def test_what_is_returned_beside_tensors_is_said_not_to_be_compared() -> None:
+    def reference(x: Tensor) -> dict[str, object]:
+        return {"y": x.exp(), "loss": x.mean().item(), "no": None, "count": len(x)}
+
+    result = numdev.check(
+        lambda x: {"y": x.exp(), "loss": 3.0}, reference=reference, inputs=inputs
+    )
+    assert result.passed
+    assert result.skipped[0] == (
+        "Not compared: what the reference returns beside tensors, output_loss (float), "
+        "output_count (int)."
+    )
+
+
 def test_elements_where_the_reference_overflows_are_counted() -> None:
     """Their exact result is finite, and so is what the function returns."""
 

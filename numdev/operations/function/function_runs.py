@@ -25,6 +25,7 @@ from numdev.operations.function.trees import (
     as_real,
     gradient_name,
     looks_unwritten,
+    others_of,
     outputs_of,
     without_numbers,
 )
@@ -54,6 +55,7 @@ class FunctionRun:
     in_float32: tuple[str, ...] = ()  # operators that have no kernel of their dtype here
     # What was returned where that holds no tensor: `None`, `a value of type float`
     in_place_of_tensors: str | None = None
+    beside_tensors: tuple[str, ...] = ()  # what else was returned: `output_1 (float)`
 
     @property
     def tensors(self) -> Values:
@@ -201,6 +203,7 @@ def run(
         buffers=_buffers(arguments.leaves()),
         state=tuple(buffers),
         in_place_of_tensors=None if outputs else _kind_of(returned),
+        beside_tensors=tuple(others_of(returned)),
     )
     return dataclasses.replace(
         taken,

@@ -150,6 +150,16 @@ def outputs_of(output: object) -> Values:
     return _named(_flat(opened(output), OUTPUT))
 
 
+def others_of(output: object) -> list[str]:
+    """Returns what a function returned that `outputs_of` leaves out, each by its name and
+    type: `output_1 (float)`. None is left out too."""
+    return [
+        f"{identifier(path)} ({type(x).__name__})"
+        for path, x in _flat(opened(output), OUTPUT)
+        if x is not None and not isinstance(x, Tensor)
+    ]
+
+
 def opened(tree: object) -> object:
     """Returns a tree in which a mapping of its fields by name stands for each dataclass,
     also for one inside another; PyTorch does not look into dataclasses. A dataclass's

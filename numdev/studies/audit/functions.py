@@ -769,7 +769,7 @@ def judge_function_runs(
             records.setdefault(call.name, _record(call, part.format))
             earlier = _exact(call)
             lacking |= dict.fromkeys(_in_float32(call, part.format))
-            lacking |= dict.fromkeys(_of_lacking_buffers(call))
+            lacking |= dict.fromkeys(_results_not_compared(call))
             with watch("reference"):
                 _update_influences(influences, call, part)
             if tolerance is not None and not number and earlier:
@@ -912,15 +912,23 @@ def _in_float32(call: FunctionCall, fmt: Format) -> Iterator[str]:
         )
 
 
-def _of_lacking_buffers(call: FunctionCall) -> Iterator[str]:
+def _results_not_compared(call: FunctionCall) -> Iterator[str]:
     """Yields a sentence that names the buffers that the reference writes into and the
-    function has none of; nothing where it has them all."""
+    function has none of, and one that names what the reference returns beside tensors;
+    nothing where there are none, or where the reference raises an exception."""
+    try:
+        others = call.draws[0].plain.beside_tensors
+    except Exception:  # its rows say why
+        return
     if lacking := call.draws[0].lacking:
         yield (
             f"{NOT_COMPARED}: what the reference writes into "
             f"{', '.join(sorted(lacking))}, since the function is no module that has "
             "buffers of these names."
         )
+    if others:
+        names = ", ".join(others)
+        yield f"{NOT_COMPARED}: what the reference returns beside tensors, {names}."
 
 
 def _record(call: FunctionCall, fmt: Format) -> FunctionCallRecord:
