@@ -441,3 +441,28 @@ def test_a_function_without_its_conjugate_is_another_one(dtype: torch.dtype) -> 
     sound = check_beside(lambda z: z.conj() * z * (1 + 2j), **same)
     assert sound.passed, sound.in_short
     assert check_beside(lambda z: z * z * (1 + 2j), **same).verdict == "FAIL"
+
+
+class Fused(torch.autograd.Function):
+    """Two outputs of a kernel, of which autograd takes both for differentiable."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+        ctx.factor = factor
+        return x.logsumexp(-1), x * factor
+
+    @staticmethod
+    def backward(ctx: object, _: Tensor, back: Tensor) -> tuple[Tensor, None]:
+        return back * ctx.factor, None
+
+
+@pytest.mark.parametrize(("factor", "passes"), [(3.0, True), (3.01, False)])
+def test_a_gradient_comes_back_into_an_output_whichever_others_have_one(
+    factor: float, passes: bool
+) -> None:
+    def reference(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.detach().logsumexp(-1), x * 3.0
+
+    options = {"reference": reference, "inputs": rows, "backward": True, "device": "cpu"}
+    result = check_beside(lambda x: Fused.apply(x, factor), **options)
+    assert result.passed == passes, str(result)

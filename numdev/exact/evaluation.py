@@ -134,11 +134,12 @@ def evaluate(
     a module, are copied, not changed; other objects are passed as they are.
 
     `cotangent(i, output)` returns the gradient with respect to the i-th floating-point
-    output that requires one, of its shape. With it autograd computes the gradients of all
-    arguments and parameters that require one, by name: `[0]`, `[1]['x']` or
-    `layer.weight`; None for one that no output depends on. They are rounded as the run
-    is. Without it there are none (empty). `seed`: see `computing`. `within`: a context of
-    the run that meets its operations first, as a dispatch mode does; None: none.
+    output, of its shape; it is asked for those that require one. With it autograd
+    computes the gradients of all arguments and parameters that require one, by name:
+    `[0]`, `[1]['x']` or `layer.weight`; None for one that no output depends on. They are
+    rounded as the run is. Without it there are none (empty). `seed`: see `computing`.
+    `within`: a context of the run that meets its operations first, as a dispatch mode
+    does; None: none.
 
     Raises Unsupported for what has no exact result, UsageError where `cotangent` returns
     another shape, and whatever the function or autograd raises."""
@@ -177,12 +178,13 @@ def _gradients(
     """Returns the fp64 gradient of each of `leaves` by name; None for one that no output
     depends on, and for all where no output requires a gradient. Raises UsageError where a
     cotangent has another shape than its output, and what autograd raises."""
-    outputs = [x for x in tree_leaves(output) if is_floating(x) and x.requires_grad]
-    if not outputs or not leaves:
+    floats = [x for x in tree_leaves(output) if is_floating(x)]
+    numbered = [(i, x) for i, x in enumerate(floats) if x.requires_grad]
+    if not numbered or not leaves:
         return dict.fromkeys(leaves)
-    back = [_wide_cotangent(cotangent, i, x) for i, x in enumerate(outputs)]
+    back = [_wide_cotangent(cotangent, i, x) for i, x in numbered]
     gradients = torch.autograd.grad(
-        outputs, list(leaves.values()), back, allow_unused=True
+        [x for _, x in numbered], list(leaves.values()), back, allow_unused=True
     )
     values = tree_map(widened, gradients)
     return dict(zip(leaves, values, strict=True))

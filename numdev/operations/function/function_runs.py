@@ -83,9 +83,9 @@ class FunctionRun:
         (output)`. Empty where there is nothing."""
         wrong = self.wrongly_written(like)
         clauses = [f"writes into its inputs ({', '.join(wrong)})"] if wrong else []
+        may_be_written = {*like.written, *like.buffers}
         if self.alias and not like.alias and self.alias not in may_be_written:
             clauses.append(f"returns memory of its input {self.alias}")
-        may_be_written = {*like.written, *like.buffers}
         lacking = [n for n in like.differentiable if n not in self.differentiable]
         if like.gradients and lacking:
             clauses.append(f"lets no gradient back from {', '.join(lacking)}")
@@ -96,8 +96,6 @@ class FunctionRun:
             )
         return clauses
 
-    def narrowed(self, dtypes: Mapping[str, torch.dtype]) -> FunctionRun:
-        """Returns the run with the outputs named in `dtypes` cast to these dtypes; names
     def wrongly_written(self, like: FunctionRun) -> list[str]:
         """Returns the names of arguments and buffers that the run wrote into and `like`,
         the reference's run, did not. Memory for an output may be written into, and so may
@@ -106,6 +104,8 @@ class FunctionRun:
         may_be_written = {*like.written, *like.buffers, *buffers_alone}
         return [name for name in self.written if name not in may_be_written]
 
+    def narrowed(self, dtypes: Mapping[str, torch.dtype]) -> FunctionRun:
+        """Returns the run with the outputs named in `dtypes` cast to these dtypes; names
         of no output are passed over."""
         outputs = {n: x.to(dtypes.get(n, x.dtype)) for n, x in self.outputs.items()}
         return dataclasses.replace(self, outputs=outputs)
@@ -126,7 +126,7 @@ class Cotangents:
     seed: int
 
     def of(self, i: int, output: Tensor) -> Tensor:
-        """Returns the gradient that comes back into the i-th output that needs one:
+        """Returns the gradient that comes back into the i-th floating-point output:
         normal numbers of its shape, on its device, in float64 or complex128 (imaginary
         part 0). They are rounded to float32 for an output of 32 bits or more, else to
         bfloat16, whose values every format has but those of 8 bits and float16. Numbers
@@ -185,7 +185,7 @@ def run(
             every = {**roots.leaves(), **_parameters(function)}
             try:
                 gradients = _gradients(
-                    {n: outputs[n] for n in through},
+                    outputs,
                     {n: x for n, x in every.items() if x.requires_grad},
                     cotangents,
                 )
@@ -379,13 +379,17 @@ def _parameters(function: Callable[..., object]) -> Values:
 
 def _gradients(outputs: Values, leaves: Values, cotangents: Cotangents) -> Values:
     """Returns the gradients by name (`x_grad`), of those leaves that an output depends
-    on; empty without outputs or leaves. Raises what autograd raises: RuntimeError also
-    for an output or a leaf that requires no gradient."""
-    if not outputs or not leaves:
+    on; empty without leaves or outputs that require a gradient. An output's cotangent has
+    its number among all floating-point outputs, so that it is the same where another one
+    requires none. Raises what autograd raises: RuntimeError also for a leaf that requires
+    no gradient."""
+    floats = [x for x in outputs.values() if is_floating(x)]
+    numbered = [(i, x) for i, x in enumerate(floats) if x.requires_grad]
+    if not numbered or not leaves:
         return {}
-    back = [cotangents.of(i, x).to(x.dtype) for i, x in enumerate(outputs.values())]
+    back = [cotangents.of(i, x).to(x.dtype) for i, x in numbered]
     gradients = torch.autograd.grad(
-        list(outputs.values()), list(leaves.values()), back, allow_unused=True
+        [x for _, x in numbered], list(leaves.values()), back, allow_unused=True
     )
     pairs = zip(leaves, gradients, strict=True)
     return {gradient_name(name): x for name, x in pairs if x is not None}

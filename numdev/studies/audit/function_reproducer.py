@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from numdev.errors import MeasurementError, NumdevError, UsageError, one_line
+from numdev.exact.result_dtypes import is_floating
 from numdev.gate.judgement import RUNS
 from numdev.gate.rules import Rules
 from numdev.kernels import importable_path
@@ -128,8 +129,8 @@ def write_reproducer(
         facts = _facts_of_call(small.call, figure, tensor)
         facts |= _facts_of_figure(small, tensor, figure)
         facts["remembers"] = EARLIER in finding.whole
-        tensors = {**_stored_inputs(small.call), **_stored_exact(small, tensor)}
         facts["has_buffers"] = bool(small.runs[0].state)
+        tensors = {**_stored_inputs(small.call), **_stored_exact(small, tensor)}
         call = small.call
     words = textwrap.wrap(plain(finding.whole), 97)
     if script is not None:
@@ -485,7 +486,7 @@ def _spelled_call(arguments: Arguments, leaves: Mapping[str, Tensor]) -> str:
 def _stored_inputs(call: FunctionCall) -> dict[str, Tensor]:
     """Returns the tensors by which a script makes its calls, by name: `0.in.x` is the
     argument x of the first draw, `0.back.0` the gradient that comes back into the first
-    of its outputs that has one. Without a backward pass there are no `back` tensors."""
+    of its floating-point outputs. Without a backward pass there are no `back` tensors."""
     stored: dict[str, Tensor] = {}
     for i, draw in enumerate(call.draws):
         for name, x in draw.arguments.leaves().items():
@@ -496,11 +497,11 @@ def _stored_inputs(call: FunctionCall) -> dict[str, Tensor]:
 
 
 def _cotangents(draw: FunctionReference) -> Iterator[Tensor]:
-    """Yields the gradient that comes back into each differentiable output of a draw, in
+    """Yields the gradient that comes back into each floating-point output of a draw, in
     their order and dtypes; nothing without a backward pass."""
     if draw.cotangents is not None:
-        for i, name in enumerate(draw.plain.differentiable):
-            output = draw.plain.outputs[name]
+        floats = filter(is_floating, draw.plain.outputs.values())
+        for i, output in enumerate(floats):
             yield draw.cotangents.of(i, output).to(output.dtype).contiguous()
 
 
