@@ -536,6 +536,19 @@ class Attributes(nn.Module):
         return self.other(self.tied(self.norm(x * self.scales[0]))) + self.state["seen"]
 
 
+def test_a_tensor_is_copied_in_a_run_as_in_pytorch(x: Tensor) -> None:
+    """As a cache is by the code that is to leave it alone; the copy is written into."""
+
+    def function(a: Tensor) -> tuple[Tensor, Tensor]:
+        b = copy.deepcopy({"a": a})["a"]
+        return b.mul_(2), a
+
+    doubled, same = evaluate(function, x).output
+    assert (type(doubled.exact), doubled.dtype) == (Tensor, x.dtype)
+    assert doubled.exact.equal(x.double() * 2)
+    assert same.exact.equal(x.double())
+
+
 def test_a_modules_own_tensors_are_copied_too() -> None:
     """Parameters, buffers, attributes in lists and dicts; the module itself stays as it
     was."""

@@ -14,6 +14,7 @@ from typing import Any, NoReturn, overload
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from numdev.errors import UsageError
@@ -122,7 +123,9 @@ class Wide(Tensor):
         return self.detach().requires_grad_(self.requires_grad)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Wide:
-        copy = Wide.of(self.exact.clone(), self.dtype, is_weight=self.is_weight)
+        with _disable_current_modes():  # one of a run would make a `Wide` tensor of it
+            values = self.exact.clone()
+        copy = Wide.of(values, self.dtype, is_weight=self.is_weight)
         copy.requires_grad_(self.requires_grad)
         memo[id(self)] = copy
         return copy
