@@ -7,6 +7,7 @@ import itertools
 import random
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import numdev
+from numdev.errors import MeasurementError
 from numdev.function_check import check_beside, check_problem
 from numdev.kernels import import_callable
 from numdev.operations.function.process import FunctionProcess
@@ -98,8 +100,8 @@ def test_a_function_without_the_buffers_is_judged_by_its_outputs() -> None:
     assert result.passed
     assert result.skipped[0] == (
         "Not compared: what the reference writes into norm.num_batches_tracked, "
-        "norm.running_mean, norm.running_var, since the function is no module that has "
-        "buffers of these names."
+        "norm.running_mean, norm.running_var, since the function is no module that begins "
+        "with the same buffers."
     )
 
 
@@ -125,6 +127,32 @@ def test_a_module_begins_each_call_with_the_same_buffers(
     """As the reference does, of which each call has a copy."""
     options = {"reference": Scaled(), "inputs": inputs, "backward": backward}
     assert numdev.check(Scaled(anew=anew), **options).passed
+
+
+def test_a_scripted_module_has_buffers() -> None:
+    """In no dict, unlike others."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(nn.BatchNorm1d(CHANNELS))
+    result = numdev.check(scripted, reference=nn.BatchNorm1d(CHANNELS), inputs=inputs)
+    assert result.passed, str(result)
+    tensors = {row.tensor for row in result.report.rows if row.role == "kernel"}
+    assert "running_var" in tensors
+
+
+def test_buffers_that_begin_otherwise_are_not_compared() -> None:
+    """As of a module that was called before."""
+    warm = nn.BatchNorm1d(CHANNELS)
+    warm(inputs(5))
+    result = numdev.check(warm, reference=nn.BatchNorm1d(CHANNELS), inputs=inputs)
+    assert result.passed, str(result)
+    words = "Not compared: what the reference writes into num_batches_tracked, running_me"
+    assert result.skipped[0].startswith(words)
+
+
+def test_a_module_that_cannot_be_copied_is_one_line() -> None:
+    with pytest.raises(MeasurementError, match=r"^LazyBatchNorm1d cannot be copied: Val"):
+        numdev.check(nn.LazyBatchNorm1d(), reference=torch.exp, inputs=inputs)
 
 
 def test_weights_that_the_first_call_packs_stay_packed() -> None:
@@ -284,6 +312,14 @@ def test_a_reference_that_returns_something_else_again_judges_nothing(
     assert reasons == {f"the reference: {AGAIN}"}
 
 
+def test_a_module_of_8_bits_is_called_twice_too() -> None:
+    class Narrow(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.to(torch.float8_e4m3fn)
+
+    assert numdev.check(Narrow(), reference=Narrow(), inputs=inputs).passed
+
+
 def test_a_reference_may_keep_what_changes_nothing() -> None:
     """Running statistics that it does not read, or a table that it makes once."""
     norm, tables = nn.BatchNorm1d(CHANNELS), {}
@@ -332,7 +368,7 @@ def test_a_script_shows_what_is_wrong_with_a_buffer(
     line: str, words: str, tmp_path: Path
 ) -> None:
     wrong = PROBLEM.replace("self.total += x.sum(0)", line)
-    problem, solution = tmp_path / "problem.py", tmp_path / "solution.py"
+    problem, solution = tmp_path / "summing.py", tmp_path / "summing_solution.py"
     problem.write_text(PROBLEM)
     solution.write_text(wrong.replace("Model", "ModelNew"))
     result = check_problem(solution, problem=problem, reproducers=tmp_path)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from numdev.cases import strided_as
 from numdev.errors import MeasurementError, one_line
 from numdev.exact.result_dtypes import is_floating
-from numdev.metrics.bit_checksums import same
+from numdev.metrics.bit_checksums import checksums, same
 from numdev.operations.function.trees import (
     Arguments,
     Values,
@@ -51,7 +51,8 @@ class FunctionRun:
     # Why gradients could not be computed of a call that wrote into its inputs
     backward_error: str | None = None
     buffers: tuple[str, ...] = ()  # arguments that are memory for an output
-    state: tuple[str, ...] = ()  # the names of a module's buffers
+    # Checksums of a module's buffers before the call, by name
+    state: Mapping[str, str] = field(default_factory=dict)
     in_float32: tuple[str, ...] = ()  # operators that have no kernel of their dtype here
     # What was returned where that holds no tensor: `None`, `a value of type float`
     in_place_of_tensors: str | None = None
@@ -99,10 +100,14 @@ class FunctionRun:
     def wrongly_written(self, like: FunctionRun) -> list[str]:
         """Returns the names of arguments and buffers that the run wrote into and `like`,
         the reference's run, did not. Memory for an output may be written into, and so may
-        buffers that the reference has none of."""
-        buffers_alone = set(self.state) - set(like.state)
-        may_be_written = {*like.written, *like.buffers, *buffers_alone}
+        buffers that the reference has none of, or with other numbers before the call."""
+        may_be_written = {*like.written, *like.buffers, *self.other_buffers(like)}
         return [name for name in self.written if name not in may_be_written]
+
+    def other_buffers(self, like: FunctionRun) -> set[str]:
+        """Returns the names of the module's buffers that `like`, another run, has none
+        of, or that held other numbers before that."""
+        return {name for name, of in self.state.items() if like.state.get(name) != of}
 
     def narrowed(self, dtypes: Mapping[str, torch.dtype]) -> FunctionRun:
         """Returns the run with the outputs named in `dtypes` cast to these dtypes; names
@@ -201,7 +206,7 @@ def run(
         alias=_alias(outputs, leaves),
         backward_error=why,
         buffers=_buffers(arguments.leaves()),
-        state=tuple(buffers),
+        state={name: _checksum(x) for name, x in buffers.items()},
         in_place_of_tensors=None if outputs else _kind_of(returned),
         beside_tensors=tuple(others_of(returned)),
     )
@@ -281,8 +286,15 @@ def _child(name: str, x: Tensor) -> Tensor:
 
 def private(function: Callable[..., object]) -> Callable[..., object]:
     """Returns a module as a deep copy that a run may change; any other function as it is,
-    also a module's method."""
-    return copy.deepcopy(function) if isinstance(function, nn.Module) else function
+    also a module's method. Raises MeasurementError for a module that cannot be copied, as
+    one that makes its parameters in its first call."""
+    if not isinstance(function, nn.Module):
+        return function
+    try:
+        return copy.deepcopy(function)
+    except Exception as error:  # of foreign classes
+        what = f"{type(function).__name__} cannot be copied"
+        raise MeasurementError(f"{what}: {one_line(error)}") from error
 
 
 def _written(
@@ -298,6 +310,12 @@ def _written(
     return {
         n: after[n] for n in before if not same(as_real(after[n]), as_real(before[n]))
     }
+
+
+def _checksum(x: Tensor) -> str:
+    """Returns a checksum of a tensor's dtype, shape and bits."""
+    [digits] = checksums(as_real(x).reshape(1, 1, 1, -1))
+    return f"{x.dtype} {list(x.shape)} {digits}"
 
 
 def _form(x: Tensor) -> tuple[torch.Size, torch.dtype]:
@@ -322,11 +340,12 @@ def buffers_restored(function: Callable[..., object]) -> Iterator[None]:
     it was not updated but replaced, as by weights that the first call packs. Does nothing
     for any other function."""
     modules = list(function.modules()) if isinstance(function, nn.Module) else []
-    every = [(module, name) for module in modules for name in module._buffers]
+    # Not of `_buffers`, which is no dict in a scripted module
+    every = [(m, name) for m in modules for name, _ in m.named_buffers(recurse=False)]
     places = [
         (module, name, x, x.detach().clone())
         for module, name in every
-        if (x := module._buffers[name]) is not None and without_numbers(x) is None
+        if without_numbers(x := getattr(module, name)) is None
     ]
     try:
         yield
@@ -339,11 +358,11 @@ def _put_back(module: nn.Module, name: str, buffer: Tensor, values: Tensor) -> N
     """Makes a tensor the buffer `name` of a module again, apart from autograd, and writes
     the values into it where it has others. Does nothing where the module has none of that
     name, or the one that it has, or the tensor, is not of the values' shape and dtype."""
-    now = module._buffers.get(name)
+    now = dict(module.named_buffers(recurse=False)).get(name)
     if now is None or not _form(now) == _form(buffer) == _form(values):
         return
     if now is not buffer:
-        module._buffers[name] = buffer
+        setattr(module, name, buffer)
     if buffer.grad_fn is not None:
         buffer.detach_()
     if not same(as_real(buffer), as_real(values)):

@@ -109,11 +109,11 @@ class Judge:
         for what the order of sums may change: the rms difference is less than
         MOST_CHANGED times what rounding explains, or MOST_CHANGED_BY_ORDER times for runs
         that are not `exact` and in float64. Integers and bools have to be the same."""
-        first, second = as_real(first), as_real(second)
         if first.shape != second.shape or self.errors is None:
             return first.equal(second)
-        apart_by = torch.where(first.isfinite() & second.isfinite(), second - first, 0.0)
-        rms: float = float(apart_by.double().square().mean()) ** 0.5
+        x, y = as_real(first).double(), as_real(second).double()
+        apart_by = torch.where(x.isfinite() & y.isfinite(), y - x, 0.0)
+        rms: float = float(apart_by.square().mean()) ** 0.5
         is_finer = exact and self.format.precision < FORMATS["float64"].precision
         limit = MOST_CHANGED if is_finer else MOST_CHANGED_BY_ORDER
         return rms <= limit * self.errors.rms
@@ -140,7 +140,7 @@ class Judge:
         """Returns how many elements of `x` are finite, as the exact result is that is
         rounded once, and have no error beside it, since a run of the reference is not
         finite there."""
-        is_finite = self.floor.isfinite() & x.isfinite()
+        is_finite = self.floor.isfinite() & x.double().isfinite()
         return int((is_finite & ~errors.usable).sum())
 
     def mismatches(self, x: Tensor) -> int:
@@ -378,10 +378,13 @@ class FunctionCall:
 
     def without_lacking_buffers(self, run: FunctionRun) -> FunctionCall:
         """Returns the call as it is to be judged beside `run`, of which a module need not
-        have the reference's buffers: what the reference writes into those that it lacks
-        is no result. The same call where it lacks none. Raises what the reference
+        have the reference's buffers: what the reference writes into those that it lacks,
+        or has with other numbers before the call, is no result. The same call where it
+        lacks none. Raises what the reference
         raises."""
-        lacking = frozenset(self.draws[0].written_buffers) - set(run.state)
+        first = self.draws[0]
+        others = first.plain.other_buffers(run)
+        lacking = frozenset(name for name in first.written_buffers if name in others)
         if not lacking:
             return self
         draws = [replace(draw, lacking=lacking) for draw in self.draws]

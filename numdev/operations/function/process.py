@@ -180,6 +180,8 @@ class FunctionProcess:
             str(name): str(device)
             for name, device in map(_listed, _listed(answer["devices"]))
         }
+        pairs = map(_listed, _listed(answer["state"]))
+        state = {str(name): str(checksum) for name, checksum in pairs}
         run = FunctionRun(
             outputs=groups["outputs"],
             gradients=groups["gradients"],
@@ -194,7 +196,7 @@ class FunctionProcess:
             in_place_of_tensors=None if other is None else str(other),
             differentiable=tuple(map(str, _listed(answer["differentiable"]))),
             overwritten=tuple(map(str, _listed(answer["overwritten"]))),
-            state=tuple(map(str, _listed(answer["state"]))),
+            state=state,
         )
 
     def _tensor(self, dtype_name: str, shape: object, until: float) -> Tensor:
@@ -350,7 +352,7 @@ def _as_message(answers: Sequence[Answer]) -> Message:
             "alias": answer.alias,
             "differentiable": list(answer.differentiable),
             "overwritten": list(answer.overwritten),
-            "state": list(answer.state),
+            "state": [list(pair) for pair in answer.state.items()],
             "strides": [[name, list(x)] for name, x in answer.strides.items()],
             "devices": [list(pair) for pair in answer.devices.items()],
             "backward_error": answer.backward_error,

@@ -105,7 +105,8 @@ class FunctionReference:
     # Outputs that are float64 and that an implementation returns in another dtype: in
     # that; what the reference computes in float64 then errs as in float32
     returned_in: Mapping[str, torch.dtype] = field(default_factory=dict)
-    # Buffers that an implementation has none of: what is written into them is no result
+    # Buffers that an implementation lacks, or begins with otherwise: what is written into
+    # them is no result
     lacking: frozenset[str] = frozenset()
     _kernels_taken: dict[str, None] = field(default_factory=dict, init=False, repr=False)
 

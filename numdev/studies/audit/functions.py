@@ -244,7 +244,7 @@ def run_all(
     change other state for the next; arguments are copied for each run. Before each run
     memory of the sizes of its inputs and of the last results is filled with NaN
     (integers: with 1), which an output that the function does not write then shows.
-    Raises what copying a module raises."""
+    Raises MeasurementError for a module that cannot be copied."""
     runs: list[FunctionRun | Failure] = []
     function = private(function)
     for drawn in draws:
@@ -914,8 +914,8 @@ def _in_float32(call: FunctionCall, fmt: Format) -> Iterator[str]:
 
 def _results_not_compared(call: FunctionCall) -> Iterator[str]:
     """Yields a sentence that names the buffers that the reference writes into and the
-    function has none of, and one that names what the reference returns beside tensors;
-    nothing where there are none, or where the reference raises an exception."""
+    function has none of, or others, and one that names what the reference returns beside
+    tensors; nothing where there are none, or where the reference raises an exception."""
     try:
         others = call.draws[0].plain.beside_tensors
     except Exception:  # its rows say why
@@ -923,8 +923,8 @@ def _results_not_compared(call: FunctionCall) -> Iterator[str]:
     if lacking := call.draws[0].lacking:
         yield (
             f"{NOT_COMPARED}: what the reference writes into "
-            f"{', '.join(sorted(lacking))}, since the function is no module that has "
-            "buffers of these names."
+            f"{', '.join(sorted(lacking))}, since the function is no module that begins "
+            "with the same buffers."
         )
     if others:
         names = ", ".join(others)
