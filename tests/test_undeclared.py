@@ -354,6 +354,21 @@ def test_gradients_may_err_far_more_than_plain_attentions(
     assert (max(over) > 1) == wrong
 
 
+def test_the_order_of_keys_tells_how_a_group_is_summed() -> None:
+    """dK and dV of each query head, rounded in float16 before seven are summed, and keys
+    from the last tile to the first: by another order a third of dK would be left."""
+    grouped = {"batch": 2, "heads": 14, "kv_heads": 2, "seq_len": 129, "head_dim": 64}
+    cases = [{"name": "packed, grouped heads", **grouped, "layout": "packed"}]
+    configs = validated({"cases": cases}, AuditConfig, "here").cases
+    (located,) = ConfigSource("here", configs, (0,), THIS_CPU, gradients=True).cases
+    bench = prepare(located.load(), "float16", gradients=True)
+    kernel = adapt("mine:kernel", CATALOGUE["flashattention-2"].function)
+    rows = measure_task(task_of(bench, kernel), kernel, bench, THIS_CPU).rows
+    way = "as FlashAttention-2 rounds (block_kv 64, kv_order descending)"
+    assert claims(rows) == {f"{way}, dk and dv of each query head"}
+    assert explanations.wrong_tensors(rows) == ()
+
+
 @pytest.mark.parametrize("backward", [False, True])
 def test_nan_in_rows_without_keys_fails(backward: bool) -> None:
     """And the message says so, with or without gradients."""
