@@ -213,7 +213,7 @@ def test_reasons_are_told_once_and_integers_are_no_other_format() -> None:
     notes = checked(examples.top_but_last, **same).notes
     [applied] = [note for note in notes if "Rules not applied" in note]
     assert applied.count("integers are not rounded") == 1
-    assert "slope, shift and reference (partly: integers " in applied
+    assert "slope, shift, reference and compared (partly: integers " in applied
     assert not any("was requested" in note for note in notes)
 
 

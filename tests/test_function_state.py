@@ -407,25 +407,32 @@ def test_what_is_returned_beside_tensors_is_said_not_to_be_compared() -> None:
     )
 
 
-def test_elements_where_the_reference_overflows_are_counted() -> None:
-    """Their exact result is finite, and so is what the function returns."""
+@pytest.mark.parametrize("right", [True, False])
+def test_elements_where_the_reference_overflows_are_not_judged(right: bool) -> None:
+    """Their exact result is finite, and so is what the function returns: what is near it
+    is right without a yardstick."""
 
     def large(seed: int) -> Tensor:
         x = inputs(seed)
         return torch.cat([x[:16], x[16:] * 100])
 
-    def wrong(x: Tensor) -> Tensor:
+    def norm(x: Tensor) -> Tensor:
         norms = x.float().square().sum(-1).sqrt().to(x.dtype)
-        norms[16:] = 1
+        if not right:
+            norms[16:] = 1
         return norms
 
     result = numdev.check(
-        wrong,
+        norm,
         reference=lambda x: x.square().sum(-1).sqrt(),
         inputs=large,
         formats="float16",
     )
-    assert result.skipped[0] == (
+    assert result.verdict == ("PASS" if right else "NOT JUDGED")
+    sentence = (
         "Not compared: 16 of 32 elements of output (seed 0, float16), where the exact "
         "result is finite and the reference in this format is not."
     )
+    assert (sentence in result.skipped) != right
+    reason = "a share of only 0.5 of its elements is compared"
+    assert (reason in " ".join(str(result).split())) != right

@@ -61,6 +61,8 @@ PLACES = 3  # of offending rows that are named
 TOO_LITTLE = {
     "moved": "another seed's data move the result by only {number}× what rounding "
     "explains (needed: {least:g}×): inputs of larger spread would judge",
+    "compared": "a share of only {number} of its elements is compared: in the others the "
+    "reference overflows in this format, where the exact result does not",
     "yardstick": "the reference itself errs by more than its operations explain, as "
     "PyTorch runs it here, and this by less than ten times as much: a reference with "
     "wider sums would judge",

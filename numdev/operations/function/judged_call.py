@@ -46,6 +46,8 @@ NOT_REPEATED = (
     "it returns another {name} when it is called again with the same arguments: it keeps "
     "something from call to call, or draws numbers without PyTorch's seed"
 )
+# Unit roundoffs: of one rounding to the format, and as much again of wider arithmetic
+NEAR = 4.0
 NO_DATA_NEEDED = "what is written into a buffer may depend on no data, as a count"
 
 
@@ -139,9 +141,12 @@ class Judge:
     def unjudged(self, x: Tensor, errors: Errors) -> int:
         """Returns how many elements of `x` are finite, as the exact result is that is
         rounded once, and have no error beside it, since a run of the reference is not
-        finite there."""
-        is_finite = self.floor.isfinite() & x.double().isfinite()
-        return int((is_finite & ~errors.usable).sum())
+        finite there. Elements within NEAR unit roundoffs of the exact result are right
+        without one, and do not count."""
+        wide, exact = x.double(), self.floor
+        near = NEAR * self.format.unit_roundoff * exact.abs()
+        is_open = exact.isfinite() & wide.isfinite() & ~errors.usable
+        return int((is_open & ((wide - exact).abs() > near)).sum())
 
     def mismatches(self, x: Tensor) -> int:
         """Returns how many integers of `x` differ from the exact result and from every
@@ -180,7 +185,9 @@ class Judge:
             why = dict.fromkeys(lacking, "integers are not rounded") | free
             return about.model_copy(update={"mismatches": count}), why
         excess = self.errors.beside(x.double())
-        about = about.model_copy(update={"unjudged": self.unjudged(x, self.errors)})
+        count = self.unjudged(x, self.errors)
+        share = {"unjudged": count, "compared": 1 - count / max(x.numel(), 1)}
+        about = about.model_copy(update=share)
         nulls = {"mismatches": "no integers", **free, **excess.nulls}
         return about.model_copy(update=_fields(excess)), nulls
 

@@ -139,8 +139,10 @@ class BesideReference(Record):
     # that is not contiguous either
     layout: str | None = None
     mismatches: Count | None = None  # of integers: how many are not the reference's
-    # Finite elements without an error, as the reference is not finite there in its format
+    # Finite elements that are not compared, as the reference is not finite there in its
+    # format and they are not near the exact result; and the share of all that are
     unjudged: Count | None = None
+    compared: float | None = None
     reference_ratio: float | None = None  # rms error over what is explained
     reference_luck: float | None = None
     # The same over what its operations explain, however it errs as PyTorch runs it
