@@ -124,8 +124,8 @@ TAIL = """\
   rounded, and dQ is made of that K, as in Triton's tutorial.
 - `loop_order` changes the numbers only through `state`. With `golden2024` it changes none, since O
   is in the working format all along; with `fa2` the outer loop `kv` rounds O after every tile.
-- `exponential: fexp_u20` is the fast exp of PyTorch's fused CPU kernel under AVX2 and AVX-512. That
-  kernel is `fa2` with `block_kv: 512, exponential: fexp_u20`; its plain build has the exact one.
+- `exponential: fexp_u20` is the fast exp of PyTorch's fused CPU kernel under AVX2 and AVX-512, for all keys. That
+  kernel takes 8 or 16 at once and has the exact one for those left over: it is `fa2` with `block_kv: 512, exponential: fexp_u20x8` or `fexp_u20x16`; its plain build has the exact one for all.
 - `softmax: stabilised` is Qiu & Yao's (arXiv 2510.04212): where more than one score of a row and a
   tile lies within `tie_tolerance` ({tie_tolerance:g}) of their maximum r, the row is shifted by
   `beta` ({beta:g}) times r if r > 0 and by 0 if not, so that no P is exactly 1. Online softmax goes
@@ -159,7 +159,7 @@ TAIL = """\
   each part has a dK and dV of its own, and where keys are (`splits`) each split a dQ.
 - PyTorch's fused CPU kernel adds every tile to the gradient in the working format. It is `fa2` with
   `{{dq: working, dk: working, dv: working, group_sum: running, block_kv: 512, exponential:
-  fexp_u20}}` and `block_q` 256 from length 768 on, 64 from 192 on, else 32. Plain `fa2`, with sums
+  fexp_u20x16}}` (under AVX-512) and `block_q` 256 from length 768 on, 64 from 192 on, else 32. Plain `fa2`, with sums
   in fp32, predicts its dq to 16 %, but dv errs 1.3 to 2.3 times as much as predicted.
 - `sdpa-math` computes in fp32 and casts once: `exact` with `out`, `dq_out`, `dk_out` and `dv_out`
   `working`.

@@ -39,9 +39,9 @@ def claim(operator: str, system: System, **fields: Any) -> dict[str, Any]:
     [
         ("DEFAULT", 100, "exact"),
         ("AVX2", 7, "exact"),  # fewer keys than it takes at once
-        ("AVX2", 8, "fexp_u20"),
+        ("AVX2", 8, "fexp_u20x8"),
         ("AVX512", 15, "exact"),
-        ("AVX512", 16, "fexp_u20"),
+        ("AVX512", 16, "fexp_u20x16"),
     ],
 )
 def test_cpu_flash_claims_the_tiles_of_its_source(

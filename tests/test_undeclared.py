@@ -354,6 +354,28 @@ def test_gradients_may_err_far_more_than_plain_attentions(
     assert (max(over) > 1) == wrong
 
 
+@pytest.mark.parametrize("fmt", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"seq_len": 63, "head_dim": 64},  # keys left over by the fast exp
+        {"seq_len": 127, "head_dim": 64},
+        {"seq_len": 129, "kv_len": 1, "head_dim": 64},  # dq and dk are exactly 0
+    ],
+)
+def test_sdpas_own_rounding_is_found_in_a_call_alone(
+    case: dict[str, Any], fmt: str
+) -> None:
+    """A function around it, in calls for which no other call speaks."""
+    cases = [{"name": "alone", "heads": 2, **case}]
+    configs = validated({"cases": cases}, AuditConfig, "here").cases
+    (located,) = ConfigSource("here", configs, (0,), THIS_CPU, gradients=True).cases
+    bench = prepare(located.load(), fmt, gradients=True)
+    kernel = adapt("mine:kernel", planted.wrapper)
+    rows = measure_task(task_of(bench, kernel), kernel, bench, THIS_CPU).rows
+    assert explanations.wrong_tensors(rows) == ()
+
+
 def test_the_order_of_keys_tells_how_a_group_is_summed() -> None:
     """dK and dV of each query head, rounded in float16 before seven are summed, and keys
     from the last tile to the first: by another order a third of dK would be left."""

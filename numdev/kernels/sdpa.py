@@ -247,7 +247,7 @@ def _flash_on_cpu(case: AttentionCase, system: System) -> Claim:
         **({"group_sum": "running"} if case.group > 1 else {}),
         "block_q": 256 if case.q_len >= 768 else 64 if case.q_len >= 192 else 32,
         "block_kv": 512,
-        "exponential": "fexp_u20" if 0 < lanes <= case.kv_len else "exact",
+        "exponential": f"fexp_u20x{lanes}" if 0 < lanes <= case.kv_len else "exact",
     }
 
 

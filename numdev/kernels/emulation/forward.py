@@ -66,6 +66,7 @@ CUBIC = (
     0.695146143436431884765625,
     1.0,
 )
+LANES = {"fexp_u20x8": 8, "fexp_u20x16": 16}  # keys that the fast exp takes at once
 GOLDEN = 2654435769  # 2^32 / phi
 GUARD_BITS = 8
 LN_SMALLEST_FP32 = -126 * math.log(2.0)
@@ -329,13 +330,28 @@ def _factor(r: Rounder, m_old: Tensor, m: Tensor) -> Tensor:
     return r("rescale", r("exponent", m_old - finite(m)).exp_())
 
 
-def exponential(r: Rounder, S: Tensor, m: Tensor, w: Tensor | None = None) -> Tensor:
+def exponential(
+    r: Rounder, S: Tensor, m: Tensor, w: Tensor | None = None, *, missing: int = 0
+) -> Tensor:
     """Returns P = exp(S - m), or w times that, by the recipe's `exponential`, rounded at
-    its sites. m has the axes of S but the last; w is [rows] or None. Overwrites S."""
+    its sites. m has the axes of S but the last; w is [rows] or None. `missing`: the keys
+    at the end of the last tile that only fill it. Overwrites S."""
     x = r("exponent", S.sub_(finite(m)[..., None]))
-    exp = {"exact": Tensor.exp_, "fexp_u20": _fexp_u20, "cubic": _cubic, "fa4": _fa4}
-    P = exp[r.recipe.exponential](x)
+    exp = {"exact": Tensor.exp_, "cubic": _cubic, "fa4": _fa4}
+    P = exp.get(r.recipe.exponential, _fexp_u20)(x)
+    if LANES.get(r.recipe.exponential):
+        _make_last_exact(r, P, x, missing)
     return r("exp", P if w is None else P.mul_(w[:, None]))
+
+
+def _make_last_exact(r: Rounder, P: Tensor, x: Tensor, missing: int) -> None:
+    """Writes the exact exp(x) into P, in place, for the keys that are left over where the
+    last tile is taken LANES at a time. x: [B, H, rows, keys] of one tile, or [..., tiles,
+    block_kv] of several. Other tiles are taken to be full, of a multiple of LANES."""
+    last, present = (x, P) if x.ndim == 4 else (x[..., -1, :], P[..., -1, :])
+    keys = x.shape[-1] - missing
+    left = slice(keys - keys % LANES[r.recipe.exponential], keys)
+    present[..., left] = last[..., left].exp()
 
 
 def _cubic(x: Tensor) -> Tensor:
@@ -517,7 +533,7 @@ def _add_tiles(
         S, V = pad(S, (0, missing), value=-math.inf), pad(V, (0, 0, 0, missing))
     S = S.unflatten(-1, (parts, each // block_kv, block_kv))
     m, met = _maxima_met(r, m_old, r("max", S.amax(dim=-1)))
-    P = exponential(r, S, met)
+    P = exponential(r, S, met, missing=missing)
     P_V = r("p", P)
     sums = (P_V if r.recipe.l_from == "rounded" else P).sum(dim=-1)
     last = finite(m)

@@ -175,7 +175,9 @@ class Recipe:
     scale_in: Literal["scores", "q", "q_log2"] = "scores"
     scale_again: Literal["same", "scores", "k_log2"] = "same"  # and in backward
     # Exact in backward
-    exponential: Literal["exact", "fexp_u20", "cubic", "fa4"] = "exact"
+    exponential: Literal[
+        "exact", "fexp_u20", "fexp_u20x8", "fexp_u20x16", "cubic", "fa4"
+    ] = "exact"
     softmax: Literal["plain", "stabilised", "guarded"] = "plain"
     # Of the stabilised softmax, as the next; None with the plain one
     beta: float | None = None

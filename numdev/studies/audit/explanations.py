@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase
@@ -467,11 +468,16 @@ def held_to(
 
 def _residual_function(x: Tensor, y: Yardstick) -> Callable[[Tensor], float]:
     """Returns a function from a way's tensor to |x - way| / |x - r|, r the exact tensor
-    of `y`, in norms in which all rows count alike. Where x is exact the residual is 0 if
-    the way's tensor equals x, else infinity."""
+    of `y`, in norms in which all rows count alike. Where fp32 arithmetic alone may err
+    more than x does, as in a gradient that is exactly 0, that stands in place of
+    |x - r|: no way has its own noise. Where both are 0 the residual is 0 if the way's
+    tensor equals x, else infinity."""
     wide = x.double()
     weight = fits.row_weights(x, y.reference, y.term_scale.norm(dim=-1), y.format)
     size = float(fits.weighed(wide - y.reference, weight).norm())
+    if y.arithmetic is not None:  # relative to the rows' scales, as these norms are
+        noise = torch.where(weight[..., 0] > 0, y.arithmetic, 0.0)
+        size = max(size, float(noise.norm()))
 
     def residual(expected: Tensor) -> float:
         """Returns the residual of a way's tensor."""
