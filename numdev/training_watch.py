@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from numdev.argument_checks import expect_fields
 from numdev.cases import AttentionCase, CaseRef
@@ -30,7 +31,7 @@ from numdev.gate.judging import judge
 from numdev.gate.row_tests import run_tests, threshold_tests
 from numdev.gate.rules import default_rules
 from numdev.kernels import Kernel, Output, find
-from numdev.kernels.sdpa import OPERATORS, claim_of
+from numdev.kernels.sdpa import FUSED, OPERATORS, OperatorLog, claim_of
 from numdev.sources import capture as capturing
 from numdev.studies.audit.case_measurement import measure_one
 from numdev.studies.audit.plan import Plan, Planned, plan_kernels
@@ -39,6 +40,8 @@ from numdev.system import System, expect_device
 
 WORST = ("floor_ratio", "expected_ratio", "baseline_ratio", "max_abs", "rms", "nonfinite")
 LOG = logging.getLogger("numdev")
+COMPILED = "attention in a compiled model cannot be seen"
+COMPILED_HINT = "use numdev.audit between steps, on the model that was compiled"
 
 
 class CallNumbers(TypedDict):
@@ -100,12 +103,8 @@ class watch:
 
     def __post_init__(self) -> None:
         expect_fields(self)
-        modules = self.model.modules()
-        if any(hasattr(m, "_orig_mod") or m._compiled_call_impl for m in modules):
-            hint = "use numdev.audit between steps, on the model that was compiled"
-            raise UsageError(
-                "watch: attention in a compiled model cannot be seen", hint=hint
-            )
+        if is_compiled(self.model):
+            raise UsageError(f"watch: {COMPILED}", hint=COMPILED_HINT)
         for name in ("every", "heads", "rows", "calls"):
             if (value := getattr(self, name)) < 1:
                 raise UsageError(f"{name}: expected at least 1, got {value}")
@@ -139,7 +138,9 @@ class watch:
         """A hook before a forward pass: counts a training step, and makes an observer at
         every `every`-th. A pass without training mode or gradients, or in torch.compile,
         does not count. No observer is made while a CUDA graph is captured, or while
-        another thread is observed."""
+        another thread is observed; nor of a model that was compiled, whole or in part,
+        since it is watched, which is logged: the observer's hooks would be compiled with
+        it."""
         if torch.compiler.is_compiling() or not (
             module.training and torch.is_grad_enabled()
         ):
@@ -150,7 +151,10 @@ class watch:
             self.step += 1
             # Of threads that run the model at once one is observed.
             if self.step % self.every == 0 and not graph and self.observer is None:
-                self.observer = _Observer(self)
+                if is_compiled(self.model):
+                    self.log(f"{COMPILED}; {COMPILED_HINT}")
+                else:
+                    self.observer = _Observer(self)
 
     def _drop_interrupted(self) -> None:
         """Ends an observation that no hook ended: after KeyboardInterrupt PyTorch calls
@@ -232,6 +236,10 @@ class _Observer(TorchFunctionMode):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
+        # A function that is compiled is traced through this mode: what it computes would
+        # be measured on tensors without values.
+        if torch.compiler.is_compiling():
+            return func(*args, **(kwargs or {}))
         if func is F.multi_head_attention_forward:
             func = capturing.multi_head_calling(self._observed_attention)
         elif func is F.scaled_dot_product_attention:
@@ -241,30 +249,38 @@ class _Observer(TorchFunctionMode):
     def _observed_attention(self, *args: Any, **kwargs: Any) -> Tensor:
         """Calls SDPA with these arguments and returns its output. Also counts and
         measures the call; an error in that is logged, and not raised."""
-        out = F.scaled_dot_product_attention(*args, **kwargs)
+        # In autograd's graph no operator is left that ran without gradients, as in a
+        # frozen layer and in a layer that is computed again backward.
+        with OperatorLog() as operators:
+            out = F.scaled_dot_product_attention(*args, **kwargs)
         try:
             ref = self.names.next_call()  # it was seen, whatever comes
             expect_device("the output of attention", out.device.type)
+            if torch.is_autocast_enabled(out.device.type):
+                args, kwargs = tree_map_only(
+                    Tensor, capturing.as_autocast_does, (args, kwargs)
+                )
             with torch.no_grad(), torch.autocast(out.device.type, enabled=False):
-                self._measure_call(ref, out, *args, **kwargs)
+                self._measure_call(ref, out, operators.first(FUSED), *args, **kwargs)
         except Exception as error:  # training goes on
             self.owner.log(one_line(error))
         return out
 
     def _measure_call(
-        self, ref: CaseRef, out: Tensor, query: Tensor, key: Tensor, value: Tensor,
+        self, ref: CaseRef, out: Tensor, operator: str,
+        query: Tensor, key: Tensor, value: Tensor,
         attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
         scale: float | None = None, enable_gqa: bool = False,
     ) -> None:  # fmt: skip
         """Counts the call. Where it is among those to measure at this step, measures it
         from its arguments and output, and appends its numbers to `numbers`. `ref`: its
-        name; `out`: [batch, heads, q_len, v_dim]."""
+        name; `out`: [batch, heads, q_len, v_dim]; `operator`: that computed it, one of
+        FUSED or `math`; the others are SDPA's, in autocast's dtype where that is on."""
         owner, number = self.owner, self.met
         self.met += 1
         if not owner.first <= number < owner.first + owner.calls:
             return
-        # As autocast does
-        q, k, v = (x.detach().to(out.dtype) for x in (query, key, value))
+        q, k, v = (x.detach() for x in (query, key, value))
         scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
         offset, mask = 0, attn_mask
         if isinstance(mask, CausalBias):
@@ -283,7 +299,7 @@ class _Observer(TorchFunctionMode):
         kernel = find("sdpa-default")
         if not dropout_p:
             few_out = out.detach()[at : at + 1, heads]
-            kernel = kernel_that_ran(operator_of(out), case, few_out, system)
+            kernel = kernel_that_ran(operator, case, few_out, system)
         planned = Planned(role="kernel", kernel=kernel, options={})
         plan = Plan(
             system=system,
@@ -328,15 +344,10 @@ def kernel_that_ran(
     )
 
 
-def operator_of(out: Tensor) -> str:
-    """Returns the operator of SDPA that computed `out`, one of OPERATORS of its device,
-    read from the last nodes of its graph of autograd; `math` where these have none, or
-    there is no graph. Raises KeyError for a device without OPERATORS."""
-    node: Any = out.grad_fn
-    names = {op.replace("_", ""): op for op in OPERATORS[out.device.type].values()}
-    for _ in range(3):  # a head_dim that was padded is cut to its size again
-        made_by = type(node).__name__.removesuffix("Backward0").lower()
-        if made_by in names:
-            return names[made_by]
-        node = next((n for n, _ in getattr(node, "next_functions", ())), None)
-    return "math"
+def is_compiled(model: nn.Module) -> bool:
+    """Whether a model, or a module in it, was compiled by torch.compile. A function that
+    was is not noticed."""
+    return any(
+        hasattr(module, "_orig_mod") or module._compiled_call_impl
+        for module in model.modules()
+    )

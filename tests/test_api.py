@@ -32,8 +32,10 @@ import torch
 import transformers
 from on_bench import invoked
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import numdev
 from numdev import report as report_io
@@ -1043,6 +1045,86 @@ def test_a_watched_bias_for_causality_is_no_tensor_of_numbers() -> None:
         model(torch.randn(1, 7, 8)).sum().backward()
     assert [(n["finding"], n["nonfinite"]) for n in seen] == [(None, 0)]
     assert seen[0]["floor_ratio"] < 20
+
+
+class Heads(torch.nn.Linear):
+    """Attention of two heads by `attend`, with q = k = v."""
+
+    def __init__(self, attend: Any) -> None:
+        super().__init__(16, 16)
+        self.attend = attend
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = super().forward(x).unflatten(-1, (2, 8)).transpose(1, 2)
+        result: Tensor = self.attend(q, q, q)
+        return result.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("way", ["frozen", "checkpointed"])
+def test_a_watched_layer_without_a_graph_is_of_the_kernel_that_ran(way: str) -> None:
+    """Of a frozen layer, and of one that is computed again backward, autograd keeps no
+    graph. The math path would be said to have run, and its claim be judged by."""
+    attention = torch.nn.functional.scaled_dot_product_attention
+    model, x = Heads(attention).train(), torch.randn(1, 80, 16, requires_grad=True)
+    if way == "frozen":
+        model, x = model.requires_grad_(False), x.detach()
+    whole = torch.nn.Sequential(model, torch.nn.Linear(16, 16)).train()
+    if way == "checkpointed":
+        again = partial(checkpoint, model.forward, use_reentrant=True)
+        model.forward = again  # type: ignore[method-assign]
+    seen: list[dict[str, Any]] = []
+    with (
+        numdev.watch(whole, every=1, tell=seen.append),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        whole(x).sum().backward()
+    assert [n["kernel"] for n in seen] == ["sdpa-flash"]
+    assert seen[0]["expected_ratio"] == pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.parametrize("kind", ["additive", "causal"])
+def test_a_watched_mask_is_what_autocast_makes_of_it(kind: str) -> None:
+    """What a cast of the mask changes is not the kernel's error. PyTorch's math path has
+    one rounding, the floor's."""
+    distances = -0.0371 * (torch.arange(80.0)[:, None] - torch.arange(80.0)).abs()
+    mask: Any = distances if kind == "additive" else causal_lower_right(80, 80)
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def by_math(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return attention(q, k, v, attn_mask=mask)
+
+    model, seen = Heads(by_math).train(), list[dict[str, Any]]()
+    with (
+        numdev.watch(model, every=1, tell=seen.append),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        model(torch.randn(1, 80, 16)).sum().backward()
+    assert [(n["kernel"], n["finding"]) for n in seen] == [("sdpa-math", None)]
+    assert seen[0]["floor_ratio"] == pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.parametrize("compiled", ["module", "function"])
+def test_what_is_compiled_in_a_watched_model_is_said_to_be_unseen(
+    compiled: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also what was compiled since the model is watched. It was measured on tensors
+    without values, and the kernel was said to have failed."""
+    torch._dynamo.reset()
+    attention = torch.nn.functional.scaled_dot_product_attention
+    attend: Any = lambda q, k, v: attention(q, k, v)  # noqa: E731
+    if compiled == "function":
+        attend = torch.compile(attend, backend="aot_eager")
+    inner, seen = Heads(attend), list[dict[str, Any]]()
+    model = torch.nn.Sequential(inner).train()
+    with numdev.watch(model, every=1, tell=seen.append):
+        if compiled == "module":
+            inner.compile(backend="aot_eager")
+        for _ in range(2):
+            model(torch.randn(1, 20, 16)).sum().backward()
+    assert not seen
+    words = {"module": "in a compiled model", "function": "made no attention call"}
+    assert words[compiled] in caplog.text
 
 
 def test_two_threads_run_a_watched_model_at_once() -> None:

@@ -580,8 +580,8 @@ class _Interceptor(TorchFunctionMode):
             if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
                 mask = mask.reshape(mask.shape[0], q.shape[1], 1, mask.shape[-1])
         if torch.is_autocast_enabled(q.device.type):
-            q, k, v = (_as_autocast_does(x) for x in (q, k, v))
-            mask = None if mask is None else _as_autocast_does(mask)
+            q, k, v = (as_autocast_does(x) for x in (q, k, v))
+            mask = None if mask is None else as_autocast_does(mask)
         offset = k.shape[-2] - q.shape[-2]
         window = _window_of_call(ref, self.passed.get("sliding_window"), mask, q, offset)
         offset = offset if window else 0 if bias is None else offset_of_bias(bias)
@@ -641,10 +641,12 @@ def multi_head_calling(
     )
 
 
-def _as_autocast_does(x: Tensor) -> Tensor:
+def as_autocast_does(x: Tensor) -> Tensor:
     """Returns a tensor as autocast, which is on for its device, passes it to SDPA: a
-    floating-point one in autocast's dtype, but for fp64; any other as it is."""
-    if x.dtype == torch.float64 or not x.is_floating_point():
+    floating-point one in autocast's dtype, but for fp64; any other, and PyTorch's bias
+    for causality, as it is."""
+    is_bias = isinstance(x, CausalBias)  # which holds no numbers
+    if is_bias or x.dtype == torch.float64 or not x.is_floating_point():
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
 
