@@ -328,6 +328,25 @@ def test_a_required_kernel_of_which_nothing_can_be_judged_is_no_pass() -> None:
     assert words in finding.whole
 
 
+def test_a_required_kernel_that_no_rule_is_of_is_no_pass() -> None:
+    """In any format."""
+    rows = [row(), row(kernel="b"), row(kernel="b", format="float16")]
+    of_mine = rules(metric="nonfinite", at_most=0, where={"kernel": "mine"})
+    few = rules(metric="nonfinite", at_most=0, where={"format": "bfloat16"})
+    for by, unjudged in (
+        (of_mine, ["b (bfloat16)", "b (float16)"]),
+        (few, ["b (float16)"]),
+    ):
+        assert judge(rows, by).exit_code == 0
+        for name in ("b", "*"):
+            judged = judge(rows, by.model_copy(update={"required": (name,)}))
+            (test,) = (t for t in judged.tests if t.rule == f"required {name}")
+            words = "is required, and no rule could be applied to it"
+            assert test.reasons == tuple(f"{unit} {words}" for unit in unjudged)
+            assert judged.exit_code == 3
+    assert judge(rows[:2], few.model_copy(update={"required": ("*",)})).exit_code == 0
+
+
 def test_an_estimate_without_an_interval_is_not_judged() -> None:
     """A number alone says nothing of rows that were not measured; what is counted in all
     rows, or has a test of its own, needs none. Where no sampled row errs, ratios to what

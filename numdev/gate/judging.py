@@ -6,6 +6,7 @@ records alone: no torch."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
@@ -16,7 +17,7 @@ from pydantic import ValidationError
 from numdev.errors import MeasurementError
 from numdev.gate.findings import kernel_verdicts
 from numdev.gate.judgement import REQUIRED, SOMETHING, Judgement, Power, Test
-from numdev.gate.row_groups import CUT
+from numdev.gate.row_groups import CUT, options_text
 from numdev.gate.rules import Rules, default_rules, rules_as_data
 from numdev.report import Report, Standing, worst
 from numdev.report_kinds import judged_by
@@ -200,7 +201,7 @@ def judge(
     every += catching_tests(
         power, rules, dict.fromkeys(test.format or "" for test in ran)
     )
-    every += required_tests(ran, rules)
+    every += required_tests(every, rules)
     every.append(_anything_judged_test(every))
     return Judgement(
         rules=rules.name,
@@ -233,16 +234,30 @@ def catching_tests(
         )
 
 
-def required_tests(ran: Iterable[Test], rules: Rules) -> Iterator[Test]:
+def required_tests(tests: Iterable[Test], rules: Rules) -> Iterator[Test]:
     """Yields a test for each pattern of kernels that the rules require: held where a
-    kernel of the report fits it, else missing. `ran`: the tests that count calls."""
-    kernels = {test.kernel or "" for test in ran}
+    kernel of the report fits it, and some rule was applied to each that does and ran, in
+    every format; else missing. `tests`: of the report, those that count calls too."""
+    ran, applied = Counter[tuple[str, str, str]](), set[tuple[str, str, str]]()
+    for test in tests:
+        unit = test.kernel or "", options_text(test.options), test.format or ""
+        if test.runs:
+            ran[unit] += test.judged
+        elif test.outcome is not None:
+            applied.add(unit)
     for pattern in rules.required:
-        present = any(fnmatchcase(kernel, pattern) for kernel in kernels)
+        fitting = [unit for unit in ran if fnmatchcase(unit[0], pattern)]
+        why = [
+            f"{name} ({fmt}) is required, and no rule could be applied to it"
+            for name, options, fmt in fitting
+            if ran[name, options, fmt] and (name, options, fmt) not in applied
+        ]
+        if not fitting:
+            why = [f"{pattern} is required and not in this report"]
         yield Test(
             rule=f"{REQUIRED} {pattern}",
-            standing=Standing.HELD if present else Standing.MISSING,
-            reasons=() if present else (f"{pattern} is required and not in this report",),
+            standing=Standing.MISSING if why else Standing.HELD,
+            reasons=tuple(dict.fromkeys(why)),
         )
 
 
