@@ -59,10 +59,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Makes one test for each case of the marker `numdev_cases`, or where it names none,
     or there is none, of the default set, of a test function that takes the argument
     `numdev_case`. The marker's values are passed on unchecked. Other test functions are
-    left alone."""
+    left alone. Fails the collection where the marker has arguments by name."""
     if CASE not in metafunc.fixturenames:
         return
     marker = metafunc.definition.get_closest_marker("numdev_cases")
+    if marker and marker.kwargs:
+        where, keywords = metafunc.definition.nodeid, ", ".join(marker.kwargs)
+        what = f"expected cases without names, got {keywords}"
+        pytest.fail(f"numdev_cases of {where}: {what}", pytrace=False)
     cases: list[object] = list(marker.args) if marker else []
     if not cases:
         from numdev.studies.audit.kernel_check import default_cases

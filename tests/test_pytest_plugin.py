@@ -108,6 +108,22 @@ def test_the_marker_gives_cases(suite: pytest.Pytester) -> None:
     )
 
 
+def test_the_marker_takes_no_case_by_name(suite: pytest.Pytester) -> None:
+    """All default cases would run in place of those that were named."""
+    suite.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.numdev_cases(cases=["full"])
+        def test_some(numdev_case):
+            pass
+        """
+    )
+    result = run(suite)
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["*test_some: expected cases without names, got cases"])
+
+
 def test_thresholds_and_reports_by_option(suite: pytest.Pytester) -> None:
     """The gate file of the command line holds for a test that gives none; every check
     leaves a report that can be read, in a folder of its own."""
