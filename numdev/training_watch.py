@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, TypedDict
@@ -32,6 +32,7 @@ from numdev.gate.row_tests import run_tests, threshold_tests
 from numdev.gate.rules import default_rules
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels.sdpa import FUSED, OPERATORS, OperatorLog, claim_of
+from numdev.report import DeviationRow, PlanRecord
 from numdev.sources import capture as capturing
 from numdev.studies.audit.case_measurement import measure_one
 from numdev.studies.audit.plan import Plan, Planned, plan_kernels
@@ -41,6 +42,10 @@ from numdev.system import System, expect_device
 WORST = ("floor_ratio", "expected_ratio", "baseline_ratio", "max_abs", "rms", "nonfinite")
 LOG = logging.getLogger("numdev")
 COMPILED = "attention in a compiled model cannot be seen"
+UNSEEN_HINT = (
+    "watch sees calls of scaled_dot_product_attention alone: "
+    "use numdev.audit between steps"
+)
 COMPILED_HINT = "use numdev.audit between steps, on the model that was compiled"
 
 
@@ -182,7 +187,7 @@ class watch:
             observer.close()
         except MeasurementError as error:  # attention ran unseen
             if answer is not None:  # the model itself raised nothing
-                self.log(str(error))
+                self.log(f"{error.message}; {UNSEEN_HINT}")
         self.first += self.calls
         self.first *= self.first < observer.met
         for numbers in observer.numbers:
@@ -296,6 +301,9 @@ class _Observer(TorchFunctionMode):
             turn % len(q),
         )
         few = part(case, batch=range(at, at + 1)).restrict(heads=heads)
+        if not all(bool(x.isfinite().all()) for x in (few.q, few.k, few.v)):
+            what = "q, k or v holds NaN or infinity; what depends on it is not judged"
+            owner.log(f"{ref.case}: {what}")
         kernel = find("sdpa-default")
         if not dropout_p:
             few_out = out.detach()[at : at + 1, heads]
@@ -310,10 +318,6 @@ class _Observer(TorchFunctionMode):
         )
         rows = measure_one(plan.task(planned, case.format.name, ref), kernel, few, system)
         rows = [row.model_copy(update={"head": heads[row.head or 0]}) for row in rows]
-        record, rules = plan.record([ref]), default_rules()
-        tests = threshold_tests(rows, record, rules)
-        judgement = judge([*tests, *run_tests(rows, record, rules)], rules)
-        findings, _ = findings_in(judgement, rows)
         values = {n: [x for r in rows if (x := getattr(r, n)) is not None] for n in WORST}
         worst = {name: max(x, default=None) for name, x in values.items()}
         self.numbers.append({
@@ -324,8 +328,18 @@ class _Observer(TorchFunctionMode):
             "baseline_ratio": worst["baseline_ratio"],
             "max_abs": worst["max_abs"], "rms": worst["rms"],
             "nonfinite": worst["nonfinite"],
-            "finding": next((f.sentence for f in findings), None),
+            "finding": first_finding(rows, plan.record([ref])),
         })  # fmt: skip
+
+
+def first_finding(rows: Sequence[DeviationRow], record: PlanRecord) -> str | None:
+    """Returns the first finding in a call's rows by the default rules, a sentence; None
+    without one. `record`: the plan of the call."""
+    rules = default_rules()
+    tests = threshold_tests(rows, record, rules)
+    judgement = judge([*tests, *run_tests(rows, record, rules)], rules)
+    findings, _ = findings_in(judgement, rows)
+    return next((finding.sentence for finding in findings), None)
 
 
 def kernel_that_ran(

@@ -912,7 +912,8 @@ def test_watching_finds_a_fault(
     unseen = torch.nn.MultiheadAttention(16, 2)
     with numdev.watch(unseen):
         unseen(x, x, x)
-    assert "attention ran but was not seen in MultiheadAttention" in caplog.text
+    assert "attention ran but was not seen in MultiheadAttention; watch" in caplog.text
+    assert "transformers' interface" not in caplog.text  # which watch does not see
     assert not capsys.readouterr().out
     for wrong, words in (
         ({"every": 0}, "every: expected at least 1"),
@@ -1058,6 +1059,18 @@ class Heads(torch.nn.Linear):
         q = super().forward(x).unflatten(-1, (2, 8)).transpose(1, 2)
         result: Tensor = self.attend(q, q, q)
         return result.transpose(1, 2).flatten(2)
+
+
+def test_watched_inputs_that_are_not_finite_are_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nothing can be judged of them, and no silence says that all is well."""
+    model = Heads(torch.nn.functional.scaled_dot_product_attention).train()
+    seen: list[dict[str, Any]] = []
+    with numdev.watch(model, every=1, tell=seen.append):
+        model(torch.full((1, 20, 16), math.nan))
+        assert "Heads#0: q, k or v holds NaN or infinity" in caplog.text
+    assert [(n["finding"], n["nonfinite"]) for n in seen] == [(None, None)]
 
 
 @pytest.mark.parametrize("way", ["frozen", "checkpointed"])
