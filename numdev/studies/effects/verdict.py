@@ -79,6 +79,8 @@ NOTHING_BESIDE = {
     "against": "{} attention",
     "sites": "all rounding sites together",
 }
+# `cache` compares the exact model with itself
+KERNELS_IN_DECODE = "kernels beside a cache (they run in `numdev audit --generate`)"
 # As where a model reads the weights of its attention alone, or its output times 0
 UNUSED = "attention alone has no error at the output, as where the model does not use it"
 
@@ -419,7 +421,8 @@ def passing(report: EffectsReport, tests: Sequence[Test]) -> Statement | None:
     """Returns what to say of the passed `tests` of one kernel: the number nearest to its
     limit; None where no number was judged, or its run is not in the summary. Tests of the
     model (kernel MODEL) say which checks hold (`repeat and causality hold`), and which
-    were not tested and why. `tests`: at least one."""
+    were not tested and why; where `cache` holds, that no kernel ran with one. `tests`: at
+    least one."""
     if tests[0].kernel != MODEL:
         return _nearest_to_limit(report, tests)
     holding = [
@@ -432,6 +435,8 @@ def passing(report: EffectsReport, tests: Sequence[Test]) -> Statement | None:
         f"{joined_words(t.rule for t in of)} ({'; '.join(reasons)})"
         for reasons, of in by_reason.items()
     ]
+    if "cache" in holding:
+        untested.append(KERNELS_IN_DECODE)
     text = f"{joined_words(holding)} hold" + "s" * (len(holding) == 1)
     return Statement(text, f"Not tested: {'; '.join(untested)}." if untested else "")
 
