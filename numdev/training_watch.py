@@ -19,7 +19,6 @@ from typing import Any, TypedDict
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
@@ -287,12 +286,12 @@ class _Observer(TorchFunctionMode):
             return
         q, k, v = (x.detach() for x in (query, key, value))
         scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-        offset, mask = 0, attn_mask
-        if isinstance(mask, CausalBias):
-            is_causal, offset, mask = True, capturing.offset_of_bias(mask), None
+        mask, offset = attn_mask, capturing.offset_of_bias(attn_mask)
+        if offset is not None:
+            is_causal, mask = True, None
         case = AttentionCase(
             ref=ref, q=q, k=k, v=v, scale=scale, mask=mask, is_causal=is_causal,
-            causal_offset=offset,
+            causal_offset=offset or 0,
         )  # fmt: skip
         system = System.probe(q.device.type)
         turn, count = self.step // owner.every, owner.heads

@@ -10,6 +10,7 @@ attention that went elsewhere is found out by `Watch`."""
 from __future__ import annotations
 
 import re
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +25,6 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from numdev.cases import AttentionCase, CaseRef, Phase, Window
@@ -571,8 +571,8 @@ class _Interceptor(TorchFunctionMode):
             what = f"{ref.module}: attends over nested tensors, or in torch.func.vmap"
             raise MeasurementError(what, hint="numdev cannot audit this call")
         q, k, v, mask = query, key, value, attn_mask
-        bias = mask if isinstance(mask, CausalBias) else None
-        mask = None if bias is not None else mask
+        bias_offset = offset_of_bias(mask)
+        mask = None if bias_offset is not None else mask
         if q.shape != self.passed.get("query", q).shape:
             # For a single query transformers lays the heads of a group out as rows of one
             # head.
@@ -584,7 +584,7 @@ class _Interceptor(TorchFunctionMode):
             mask = None if mask is None else as_autocast_does(mask)
         offset = k.shape[-2] - q.shape[-2]
         window = _window_of_call(ref, self.passed.get("sliding_window"), mask, q, offset)
-        offset = offset if window else 0 if bias is None else offset_of_bias(bias)
+        offset = offset if window else bias_offset or 0
         try:
             return AttentionCase(
                 ref=ref,
@@ -593,7 +593,7 @@ class _Interceptor(TorchFunctionMode):
                 v=v,
                 scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
                 mask=mask,
-                is_causal=is_causal or bias is not None,
+                is_causal=is_causal or bias_offset is not None,
                 causal_offset=offset,
                 window=window,
                 softcap=self.passed.get("softcap"),
@@ -645,18 +645,23 @@ def as_autocast_does(x: Tensor) -> Tensor:
     """Returns a tensor as autocast, which is on for its device, passes it to SDPA: a
     floating-point one in autocast's dtype, but for fp64; any other, and PyTorch's bias
     for causality, as it is."""
-    is_bias = isinstance(x, CausalBias)  # which holds no numbers
+    is_bias = offset_of_bias(x) is not None  # which holds no numbers
     if is_bias or x.dtype == torch.float64 or not x.is_floating_point():
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
 
 
-def offset_of_bias(bias: CausalBias) -> int:
-    """Returns the `causal_offset` of a call whose mask is PyTorch's bias for causality.
-    The bias holds no numbers: SDPA aligns top-left for one of equal lengths or of variant
-    UPPER_LEFT, whatever the lengths of the call, and bottom-right for any other."""
-    is_lower = bias.variant == CausalVariant.LOWER_RIGHT
-    return bias.seq_len_kv - bias.seq_len_q if is_lower else 0
+def offset_of_bias(mask: object) -> int | None:
+    """Returns the `causal_offset` of a call whose mask is PyTorch's bias for causality;
+    None for any other mask and for None. The bias holds no numbers: SDPA aligns top-left
+    for one of equal lengths or of variant UPPER_LEFT, whatever the lengths of the call,
+    and bottom-right for any other."""
+    # Where a mask is one, its module is loaded; importing it loads the compiler
+    module: Any = sys.modules.get("torch.nn.attention.bias")
+    if module is None or not isinstance(mask, module.CausalBias):
+        return None
+    is_lower = mask.variant == module.CausalVariant.LOWER_RIGHT
+    return int(mask.seq_len_kv - mask.seq_len_q) if is_lower else 0
 
 
 def _window_of_call(
