@@ -189,6 +189,7 @@ def test_a_wrong_gradient_is_unknown_and_a_right_one_is_not() -> None:
     assert list(rows_of(half, training(60))) == ["out"]
 
 
+@pytest.mark.slow
 def test_delta_from_the_cast_output_explains_dq_on_wide_logits() -> None:
     """Of real kernels: nearly all of flash attention's dQ error, where math's is one
     cast."""

@@ -297,6 +297,7 @@ def test_an_audit_judges_itself(run: Any) -> None:
     assert not Path("new").exists()
 
 
+@pytest.mark.slow
 def test_a_check_says_its_verdict_first(run: Any, tmp_path: Path) -> None:
     """A function in a file of a package: PASS, FAIL, or NOT JUDGED where gradients were
     asked for and there are none; the cause; the same as data; a script that runs from

@@ -235,6 +235,7 @@ def test_what_a_function_computes_instead_is_named(name: str, words: str) -> Non
     assert causes == {words}
 
 
+@pytest.mark.slow
 def test_an_error_that_no_other_function_explains_has_no_name() -> None:
     def noisy(x: Tensor, w: Tensor) -> Tensor:
         out = examples.rms_norm(x, w)
@@ -334,6 +335,7 @@ def test_formats_round_the_arguments(format: str) -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_file_of_named_arguments(tmp_path: Path) -> None:
     x, w = examples.inputs(0)
     save_file({"x": x, "w": w}, tmp_path / "a.safetensors")
@@ -519,6 +521,7 @@ def test_a_report_is_written_read_gated_and_shown(tmp_path: Path) -> None:
     assert "error / explained" in shown.output
 
 
+@pytest.mark.slow
 def test_limits_grow_with_luck_and_leans_count_where_they_are_certain() -> None:
     rules = {t.name: t for t in default_rules_for_functions().thresholds}
     result = checked(examples.scaled)
@@ -581,6 +584,7 @@ def invoked(*arguments: str) -> tuple[int, str]:
     return int(result.return_value or 0), " ".join(result.output.split())
 
 
+@pytest.mark.slow
 def test_the_command_line_checks_a_function_by_name(tmp_path: Path) -> None:
     inputs = ("--inputs", f"{EXAMPLES}:inputs")
     code, out = invoked(f"{EXAMPLES}:fused", *inputs)

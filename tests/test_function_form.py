@@ -45,6 +45,7 @@ def test_a_reference_in_float64_says_what_is_exact(form: torch.dtype) -> None:
     assert is_noted == (form == torch.float32)
 
 
+@pytest.mark.slow
 def test_in_place_of_float64_it_errs_as_its_own_dtype_may() -> None:
     """float32 sums called float64 are no float64 sums; bfloat16 is not the format of a
     float32 call; ten percent more is wrong in any."""
@@ -226,6 +227,7 @@ def in_a_pair(x: Tensor) -> Pair:
     return Pair(x.sum(-1), (x.exp(), x * 3))
 
 
+@pytest.mark.slow
 def test_the_fields_of_a_dataclass_are_outputs() -> None:
     """With their gradients, also where it holds others or tuples."""
     call = {"reference": in_a_pair, "inputs": rows, "backward": True, "device": "cpu"}

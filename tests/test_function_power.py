@@ -57,6 +57,7 @@ def test_a_tolerance_passes_what_the_rules_do_not(backward: bool) -> None:
     assert by_rules == set()
 
 
+@pytest.mark.slow
 def test_a_wide_tolerance_passes_everything_small_and_a_narrow_one_nothing() -> None:
     assert len(passed(power_of_report("1e3"))[0]) == COUNT
     assert passed(power_of_report("0"))[0] == set()
@@ -100,6 +101,7 @@ def test_what_returns_the_references_bits_is_not_counted() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_scalar_is_judged_over_its_draws() -> None:
     result = check_beside(
         examples.loss, reference=examples.loss, inputs=examples.loss_inputs, power="5e-2"
@@ -122,6 +124,7 @@ def test_both_parts_of_a_tolerance() -> None:
     assert parsed_tolerance("1e-3,1e-5") == (0.001, 1e-05)
 
 
+@pytest.mark.slow
 def test_terminal_page_and_json_have_the_table(tmp_path: Path) -> None:
     command = ["check", f"{EXAMPLES}:fused", "--reference", f"{EXAMPLES}:rms_norm",
                "--inputs", f"{EXAMPLES}:inputs", "--power", "1e-2"]  # fmt: skip

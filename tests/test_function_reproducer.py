@@ -111,6 +111,7 @@ def test_a_script_shows_the_failure_alone(name: str, words: str, tmp_path: Path)
     assert code == 0, out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -183,6 +184,7 @@ def test_a_script_makes_a_call_before_where_one_is_remembered(tmp_path: Path) ->
     assert ran(script, instead="fused")[0] == 0
 
 
+@pytest.mark.slow
 def test_a_script_is_smaller_and_keeps_equal_sizes_equal(tmp_path: Path) -> None:
     script = checked("scaled", tmp_path).reproducer
     assert script is not None

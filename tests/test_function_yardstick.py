@@ -738,6 +738,7 @@ def images(seed: int) -> tuple[Tensor, Tensor, Tensor]:
     return x + 2, weight, bias
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_channel_of_a_batch_norm_shares_the_errors_of_its_statistics(seed: int) -> None:
     """All of a channel leans as its deviation does, in sound code too; 200 roundings more

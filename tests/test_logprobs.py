@@ -113,6 +113,7 @@ def test_a_cause_is_named_and_undone(name: str) -> None:
     assert "undoing it leaves" in report.summary.answer[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("top", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_temperature_is_told(top: bool) -> None:
     """From the alternatives to a thousandth; from the chosen tokens alone to a
@@ -133,6 +134,7 @@ def test_a_temperature_is_told(top: bool) -> None:
     assert run(meant, trainer).outcome is Outcome.PASSED
 
 
+@pytest.mark.slow
 def test_a_temperature_beside_what_each_record_says() -> None:
     """Records of two temperatures, of which the program has 0.8 times each: named by its
     ratio, and each record is held to its own when it is undone."""
@@ -199,6 +201,7 @@ def test_a_truncated_support_is_told() -> None:
     assert verdicts(run(rollout, top_p=0.8))["rollout"] is not Outcome.EXCEEDED
 
 
+@pytest.mark.slow
 def test_stale_and_quantised_weights_are_told(tmp_path: Path) -> None:
     """An earlier checkpoint by --previous; weights in int8 without being asked."""
     model = ExactModel("demo", device="cpu")
@@ -414,6 +417,7 @@ def test_a_side_of_two_kinds_is_not_judged(name: str) -> None:
     assert verdicts(run(alike))["rollout"] is not Outcome.NOT_JUDGED
 
 
+@pytest.mark.slow
 def test_what_sides_say_of_themselves_is_compared() -> None:
     """Steps of one version are one; engines are judged together, and said; so are a
     format that is not predicted, other versions of both sides, and other supports."""

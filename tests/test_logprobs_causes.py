@@ -377,6 +377,7 @@ def test_weights_and_caches_in_8_bits_by_hand() -> None:
     assert format_named("float8_e4m3fn").precision == 4
 
 
+@pytest.mark.slow
 def test_a_quantised_cache_is_named() -> None:
     """Keys and values in e4m3, of transformers in float16; by its size, in one sentence,
     and nothing after it."""
@@ -428,6 +429,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(models.saved("gpt2", folder, initializer_range=0.2))
 
 
+@pytest.mark.slow
 def test_packs_are_told(gpt2: str) -> None:
     """Sequences that see each other, and positions that go on; rotary angles do not
     change by the latter, learned positions do."""

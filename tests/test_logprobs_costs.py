@@ -169,6 +169,7 @@ def test_the_cost_of_each_fix_is_in_the_report() -> None:
     assert report_of(sides(), clip_low=0.5, clip_high=2.0).costs[0].fix == "now"
 
 
+@pytest.mark.slow
 def test_a_side_is_held_to_the_head_that_it_says() -> None:
     """With a head in float32 a program errs less than bfloat16 explains: it is held to
     what it says, or to --head, and the report says so."""
@@ -192,6 +193,7 @@ def replace_settings(s: RecordedSequence) -> RecordedSequence:
     return replace(s, settings=RecordedSettings(dtype="bfloat16"))
 
 
+@pytest.mark.slow
 def test_undoing_a_filter_brings_the_ratios_back() -> None:
     """A rollout that is renormalised over top_p 0.8: the mean ratio of its tokens is the
     mean mass that is left, to three standard errors; undone, the share of ratios outside

@@ -56,6 +56,7 @@ def test_a_submission_is_checked_beside_its_task(name: str, code: int) -> None:
     assert invoked(str(TASK / f"{name}.py"), "--task", str(TASK))[0] == code
 
 
+@pytest.mark.slow
 def test_the_task_of_the_example_passes_its_wrong_submission_by_its_tolerance() -> None:
     result = check_task(TASK / "wrong_submission.py", task=TASK)
     assert result.verdict == "FAIL"
