@@ -1,6 +1,6 @@
 # make audit      set up, then audit the bundled demo checkpoint and show the report
 # make test       set up, then hold the demo and a planted fault to the gate, and run the tests that guard
-#                 behaviour, on a CPU: some five minutes of two processors
+#                 behaviour, on a CPU: four minutes of two processors
 # make test-all   the same and the slow tests: what CI runs
 # make thorough   set up, then the tests that take a compiler, minutes, or thousands of inputs
 # make check      set up, then lint, format, types, layers, reading limits, and the docs built strictly

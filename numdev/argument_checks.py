@@ -81,6 +81,8 @@ def expect(
     or path that can name no file, where `hint` is a union with Path."""
     if value is default or (isinstance(value, str) and value == default):
         return
+    if type(value) is hint and hint is not str:  # mostly, and at once
+        return
     if Path in typing.get_args(hint) and isinstance(value, str | Path):
         try:
             can_name = b"\0" not in os.fsencode(value)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +20,9 @@ from hypothesis import settings
 settings.register_profile("numdev", derandomize=True, deadline=None, database=None)
 settings.load_profile("numdev")
 
+MEMORY = {"before": 0}
+MUCH = 1 << 27
+
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
@@ -23,9 +30,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test marked `one_in(n)` every n-th case is run every day; the others are
-    `thorough`."""
+    `thorough`. Checks of functions come first, while the process is small: they fork."""
+    items.sort(key=lambda item: not item.path.name.startswith("test_function"))
     seen = Counter[str]()
     for item in items:
         if mark := item.get_closest_marker("one_in"):
@@ -33,6 +41,30 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
             if seen[test] % mark.args[0]:
                 item.add_marker(pytest.mark.thorough)
             seen[test] += 1
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: no search for garbage goes through it again. It is
+    searched for where memory has grown (below), and at no other time."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()  # as the command line does
+
+
+@pytest.hookimpl(trylast=True)  # when nothing of a test is patched any more
+def pytest_runtest_teardown() -> None:
+    """Gives free memory back to the system where the process has grown by much: a fork
+    takes as long as the process is large, 6 ms of 240 MB and 25 ms of 600."""
+    if sys.platform == "linux" and resident_memory() > MEMORY["before"] + MUCH:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        MEMORY["before"] = resident_memory()
+
+
+def resident_memory() -> int:
+    """The bytes of memory that this process has, on Linux."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture(autouse=True, scope="session")

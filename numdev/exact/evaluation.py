@@ -27,6 +27,7 @@ from numdev.exact.wide_tensors import (
     compute_operation,
     widened,
 )
+from numdev.seeding import seeded
 
 aten = torch.ops.aten
 # Of an output that has a gradient, by its number and itself: the gradient that comes back
@@ -96,9 +97,8 @@ def computing(
     PyTorch takes no path that hides operations: oneDNN, cuDNN, the fast path of
     multi-head attention and, where its module is loaded at the beginning, compilation are
     off. Attention is its own formula, but with an EveryOperation that rounds `as_kernels`
-    the steps of the kernel that PyTorch takes. `seed` seeds PyTorch's generators of the
-    CPU and the GPUs, whose states are restored at the end; without one a draw from these
-    raises Unsupported."""
+    the steps of the kernel that PyTorch takes. `seed` seeds PyTorch's generators, as
+    `seeded`; without one a draw from these raises Unsupported."""
     mode = Computing(rounding, draws=seed is not None)
     with ExitStack() as stack:
         if not (isinstance(rounding, EveryOperation) and rounding.as_kernels):
@@ -108,10 +108,7 @@ def computing(
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         if seed is not None:
-            stack.enter_context(
-                torch.random.fork_rng(devices=range(torch.cuda.device_count()))
-            )
-            torch.manual_seed(seed)
+            stack.enter_context(seeded(seed))
         yield stack.enter_context(mode)
 
 

@@ -29,6 +29,7 @@ from numdev.operations.function.trees import (
     outputs_of,
     without_numbers,
 )
+from numdev.seeding import seeded
 
 OF_COMPILED = "_orig_mod."  # torch.compile puts it before names of a module's parameters
 POISONED = 4  # blocks of an output's size that are filled with NaN and given back
@@ -173,7 +174,7 @@ def run(
     the function ends the program, and for an output whose numbers cannot be read."""
     roots = arguments.copied(gradients=cotangents is not None)
     buffers = {n: x.detach().clone() for n, x in buffers_of(function).items()}
-    with _seeded(seed), torch.set_grad_enabled(cotangents is not None):
+    with seeded(seed), torch.set_grad_enabled(cotangents is not None):
         # Autograd lets nobody write into a tensor that requires a gradient itself
         inputs = roots if cotangents is None else roots.mapped(_child)
         leaves = inputs.leaves()
@@ -437,13 +438,3 @@ def _wait(leaves: Values) -> None:
     where no tensor is on CUDA."""
     if any(x.is_cuda for x in leaves.values()):
         torch.cuda.synchronize()
-
-
-@contextlib.contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Returns a context that seeds PyTorch's generators, and restores at its end the
-    CPU's, and CUDA's where CUDA was in use before."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
-        yield

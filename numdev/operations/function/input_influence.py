@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,11 @@ from numdev.metrics.bit_checksums import same
 from numdev.operations.function.inputs import TRIVIAL, reordered
 from numdev.operations.function.judged_call import FunctionCall, distance, stacked
 from numdev.operations.function.reference import FunctionReference, module_of_function
-from numdev.operations.function.substituted_numbers import LARGEST_EPS, numbers_of
+from numdev.operations.function.substituted_numbers import (
+    LARGEST_EPS,
+    NumberInUse,
+    numbers_of,
+)
 from numdev.operations.function.trees import Values, looks_unwritten
 
 WORK = 1 << 26  # numbers of inputs, times how many inputs are tried
@@ -76,28 +81,50 @@ def influences_of(call: FunctionCall, names: Sequence[str] = ()) -> Iterator[Inf
             yield _measured(call, name, others)
 
 
-def influences_of_numbers(
-    call: FunctionCall, names: Sequence[str] = ()
-) -> Iterator[Influence]:
-    """Yields the influence of each number that the reference computes with (an eps, a
-    bound), tenfold where it may be an eps, else doubled. Its name has both: `eps 1e-06 as
-    1e-05`. `names`: of these names alone; empty: of all. Numbers whose size is above
-    LARGEST_NUMBER, which stand for infinity, are left out; nothing where inputs have more
-    than LARGEST_INPUTS numbers, or the exact run of the reference raises. Raises what its
-    rounded runs raise."""
+@dataclass(frozen=True, kw_only=True)
+class NumberTried:
+    """A number that the reference of a call computes with (an eps, a bound), and the one
+    that is tried in its place: tenfold where it may be an eps, else doubled."""
+
+    in_draws: tuple[NumberInUse, ...]  # one for each draw
+
+    @property
+    def other(self) -> float:
+        """Returns the number that is tried."""
+        value = self.in_draws[0].value
+        return value * (10 if 0 < value <= LARGEST_EPS else 2)
+
+    @property
+    def name(self) -> str:
+        """Returns the name, which has both numbers: `eps 1e-06 as 1e-05`."""
+        number = self.in_draws[0]
+        return f"{number.label} {number.value:.4g} as {self.other:.4g}"
+
+
+def numbers_tried(call: FunctionCall, names: Sequence[str] = ()) -> list[NumberTried]:
+    """Returns the numbers that the reference computes with, without any whose size is
+    above LARGEST_NUMBER, which stands for infinity. `names`: of these names alone; empty:
+    of all. Empty where inputs have more than LARGEST_INPUTS numbers, or the exact run of
+    the reference raises."""
     if sum(x.numel() for x in call.draws[0].inputs.values()) > LARGEST_INPUTS:
-        return
+        return []
     by_draw = [list(numbers_of(draw)) for draw in call.draws]
-    for each in zip(*by_draw, strict=False):
-        value = each[0].value
-        if abs(value) > LARGEST_NUMBER:
-            continue
-        other = value * (10 if 0 < value <= LARGEST_EPS else 2)
-        name = f"{each[0].label} {value:.4g} as {other:.4g}"
-        if names and name not in names:
-            continue
-        results = [number.results(other) for number in each]
-        influence = _influence_on_most_moved(call, name, results)
+    every = [NumberTried(in_draws=each) for each in zip(*by_draw, strict=False)]
+    return [
+        x
+        for x in every
+        if abs(x.in_draws[0].value) <= LARGEST_NUMBER and (not names or x.name in names)
+    ]
+
+
+def influences_of_numbers(
+    call: FunctionCall, numbers: Sequence[NumberTried]
+) -> Iterator[Influence]:
+    """Yields the influence of each number of `numbers_tried`. Raises what the rounded
+    runs of the reference raise."""
+    for number in numbers:
+        results = [each.results(number.other) for each in number.in_draws]
+        influence = _influence_on_most_moved(call, number.name, results)
         changes = bool(influence.moved or influence.changed)
         why = influence.why or (None if changes else "which changes nothing")
         yield influence._replace(why=why, is_number=True)

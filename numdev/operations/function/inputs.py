@@ -24,6 +24,7 @@ from numdev.operations.function.trees import (
     arguments_of,
     without_numbers,
 )
+from numdev.seeding import seeded
 
 Make = Callable[[int], Sequence[Arguments]]  # the calls of a seed
 SHAPE = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*(\d+(?:x\d+)*|)\s*")
@@ -155,8 +156,7 @@ def _from_function(
     was in use. Raises UsageError where the function raises an exception or SystemExit,
     needs several arguments, or returns None, a text, bytes, an iterator, a coroutine or
     an empty list."""
-    with torch.random.fork_rng(devices=cuda_devices()):
-        torch.manual_seed(seed)
+    with seeded(seed):
         arguments = _seed_for(make, seed)
         try:
             data = make(**arguments)
@@ -176,11 +176,6 @@ def _from_function(
     if isinstance(data, list) and all(isinstance(x, tuple) for x in data):
         return [arguments_of(x, function) for x in data]
     return [arguments_of(data, function)]
-
-
-def cuda_devices() -> Sequence[int]:
-    """Returns the indices of all CUDA devices; empty where CUDA has not been in use."""
-    return range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
 
 
 def _seed_for(make: Callable[..., object], seed: int) -> dict[str, int]:

@@ -24,6 +24,7 @@ from numdev.errors import UsageError, one_line, why_no_file
 from numdev.kernels.parsed_files import names_place, why_not_imported
 from numdev.operations.function.inputs import TRIVIAL
 from numdev.operations.function.trees import Values
+from numdev.seeding import seeded
 
 MODEL, SOLUTION = "Model", "ModelNew"
 SEED = 42  # of the parameters
@@ -42,11 +43,10 @@ class ModuleBuild:
     def module(self, make: Callable[..., object]) -> nn.Module:
         """Returns the module that a class makes, on the device, with `state` and in
         `dtype` where these are not None. PyTorch's generators are seeded with SEED for
-        it; that of the CPU is restored afterwards, those of CUDA are not. Raises
+        it, as `seeded`. Raises
         UsageError where the class raises or makes no module, RuntimeError for a state of
         other names or shapes."""
-        with torch.random.fork_rng(devices=()), on_device(self.device):
-            torch.manual_seed(SEED)
+        with seeded(SEED), on_device(self.device):
             try:
                 module = make(*self.arguments)
             except (Exception, SystemExit) as error:

@@ -16,13 +16,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from numdev.errors import UsageError, one_line, why_no_file
 from numdev.kernels.parsed_files import parsed_file, why_not_imported
-from numdev.operations.function.inputs import Make, cuda_devices, parameters_of
+from numdev.operations.function.inputs import Make, parameters_of
 from numdev.operations.function.task_environment import Surroundings, uninitialised_is_nan
 from numdev.operations.function.trees import Arguments
+from numdev.seeding import seeded
 from numdev.yamlfile import Loose, read_yaml
 
 GENERATE, REFERENCE, SUBMISSION = "generate_input", "ref_kernel", "custom_kernel"
@@ -162,8 +161,7 @@ class ImportedTask:
             named[SEED] = first + seed
         elif SEED in takes and SEED not in named:
             named[SEED] = seed
-        with torch.random.fork_rng(devices=cuda_devices()), uninitialised_is_nan():
-            torch.manual_seed(seed)
+        with seeded(seed), uninitialised_is_nan():
             try:
                 data = self.generate(**named)
             except (Exception, SystemExit) as error:

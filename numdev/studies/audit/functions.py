@@ -40,6 +40,7 @@ from numdev.operations.function.input_influence import (
     Influence,
     influences_of,
     influences_of_numbers,
+    numbers_tried,
 )
 from numdev.operations.function.inputs import (
     Make,
@@ -833,8 +834,11 @@ def _of_numbers(call: FunctionCall, names: Sequence[str]) -> list[Influence]:
     `influences_of_numbers`; empty too where the search fails or takes too long. `names`:
     of these alone (`eps 1e-06 as 1e-05`); empty: of all. Where the reference raises with
     another number, `why` says so."""
+    numbers = numbers_tried(call, names)
+    if not numbers:
+        return []
     device = torch.device(call.draws[0].device).type
-    search = lambda: [list(x) for x in influences_of_numbers(call, names)]  # noqa: E731
+    search = lambda: [list(x) for x in influences_of_numbers(call, numbers)]  # noqa: E731
     data, _ = guarded_data(search, device)
     every = cast(Sequence[Sequence[object]], data or ())
     return [Influence(*each) for each in every]  # type: ignore[arg-type]
