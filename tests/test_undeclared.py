@@ -423,6 +423,31 @@ def test_a_number_in_rows_without_keys_passes() -> None:
     )
 
 
+@pytest.mark.parametrize("wrong", [False, True])
+def test_tensors_are_explained_beside_one_that_is_not_finite(wrong: bool) -> None:
+    """V near the largest number of float16: dP, rounded to it by autograd, overflows, so
+    that dq is NaN. The output rounds P normalised, by a known way, and is not accused;
+    one that errs by more than that is."""
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+        S = q.float() @ k.float().mT * (scale or 1.0)
+        P = S.softmax(-1).to(q.dtype)
+        P = torch.nextafter(P, torch.zeros_like(P)) if wrong else P
+        return P @ v
+
+    near = {"seq_len": 128, "head_dim": 64, "inputs": "near_overflow"}
+    cases = [{"name": "near", "heads": 2, **near}]
+    configs = validated({"cases": cases}, AuditConfig, "here").cases
+    (located,) = ConfigSource("here", configs, (0,), THIS_CPU, gradients=True).cases
+    bench = prepare(located.load(), "float16", gradients=True)
+    by_name = adapt("mine:kernel", kernel)
+    rows = measure_task(task_of(bench, by_name), by_name, bench, THIS_CPU).rows
+    assert {row.tensor for row in rows if row.nonfinite} >= {"dq"}
+    assert explanations.wrong_tensors(rows) == (("out",) if wrong else ())
+    of_output = [row for row in rows if row.tensor == "out"]
+    assert (claims(of_output) == {"fa2"}) == wrong
+
+
 @pytest.mark.parametrize(("wrong", "passes"), [(0, True), (1, False)])
 def test_what_overflows_on_the_way_is_no_fault_of_a_kernel(
     wrong: int, passes: bool

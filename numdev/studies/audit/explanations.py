@@ -133,16 +133,17 @@ def _is_judged(name: str, row: DeviationRow) -> bool:
 def beyond(rows: Sequence[DeviationRow], *, narrow: bool = True) -> tuple[str, ...]:
     """Returns the names of the tensors of one call whose errors are beyond the default
     rules on rounding, in the order out, dq, dk, dv. Rows with a suspicion are left out,
-    and tensors of which nothing is predicted. Empty where a row of the output has a
-    suspicion, and where an element is not finite. `rows`: those of the call; `narrow`:
-    whether sums in 16 bits count too, which no way of rounding excuses."""
-    if any(row.nonfinite or (row.suspicion and row.tensor == "out") for row in rows):
+    and tensors of which nothing is predicted or an element is not finite. Empty where a
+    row of the output has a suspicion or such an element. `rows`: those of the call;
+    `narrow`: whether sums in 16 bits count too, which no way of rounding excuses."""
+    if any(row.tensor == "out" and (row.nonfinite or row.suspicion) for row in rows):
         return ()
     tensors: list[str] = []
     for tensor in TERMS:
-        heads = [row for row in rows if row.tensor == tensor and not row.suspicion]
+        of_tensor = [row for row in rows if row.tensor == tensor]
+        heads = [row for row in of_tensor if not row.suspicion]
         predicted = [r for r in heads if r.worst_row is not None]
-        if not predicted:
+        if not predicted or any(row.nonfinite for row in of_tensor):
             continue
         # Of the heads together, then of each
         sizes = [_excess_in_median(predicted)]
@@ -163,9 +164,9 @@ def beyond(rows: Sequence[DeviationRow], *, narrow: bool = True) -> tuple[str, .
 def wrong_tensors(rows: Sequence[DeviationRow]) -> tuple[str, ...]:
     """Returns the names of the tensors of one call that are beyond their limits, in the
     order out, dq, dk, dv, lse. Where the output is among them it stands alone: gradients
-    inherit its mistake. Empty where a row of the output has a suspicion. Where an element
-    is not finite, only the lse may be among them. The lse is looked at only where no row
-    has a suspicion."""
+    inherit its mistake. Without a tensor of which an element is not finite. Where a row
+    of the output has a suspicion or such an element, only the lse may be among them. The
+    lse is looked at only where no row has a suspicion."""
     wrong = beyond(rows)
     named = any(row.suspicion for row in rows)
     of_lse = [row for row in rows if row.tensor == "lse" and not named]
