@@ -31,10 +31,10 @@ from numdev.gate.findings import first_clauses, joined_words
 from numdev.gate.noise_model import (
     FAR,
     THRESHOLD,
-    AuditKeys,
     Change,
     NoiseModel,
     Pair,
+    audit_keys,
     has_same_bits,
     may_differ_by_chance,
     option_sets,
@@ -434,7 +434,7 @@ def _comparison_function(kind: str) -> Moves:
     return moves
 
 
-def moves_of_rows(a: Measured, b: Measured) -> tuple[AuditKeys, Compared]:
+def moves_of_rows(a: Measured, b: Measured) -> tuple[RowKeys[DeviationRow], Compared]:
     """Compares the rows of an audit or a sweep B with those of A, without planted faults.
     Returns the keys by which rows are paired, and what moved."""
     return _compare_rows(_rows_without_controls(a), _rows_without_controls(b), b.cases)
@@ -442,11 +442,11 @@ def moves_of_rows(a: Measured, b: Measured) -> tuple[AuditKeys, Compared]:
 
 def _compare_rows(
     old: Rows, new: Rows, cases: Sequence[CallRecord]
-) -> tuple[AuditKeys, Compared]:
+) -> tuple[RowKeys[DeviationRow], Compared]:
     """Compares the rows of B with those of A. Returns the keys by which rows are paired,
     and the groups, moves and notes. A row that is in a report twice counts once. `cases`:
     the calls of B."""
-    keys, pairs = AuditKeys(old, new), paired_rows(old, new, cases)
+    keys, pairs = audit_keys(old, new), paired_rows(old, new, cases)
     noise = NoiseModel(pairs)
     groups: list[Group] = []
     moves: list[Move] = list(_operator_moves(pairs, keys))
@@ -517,7 +517,7 @@ def _reproducibility_moves(members: Sequence[Pair]) -> Iterator[Move]:
     yield _move_record(pair, "noise", words, a=pair.a.noise, b=pair.b.noise)
 
 
-def _operator_moves(pairs: Sequence[Pair], keys: AuditKeys) -> Iterator[Move]:
+def _operator_moves(pairs: Sequence[Pair], keys: RowKeys[DeviationRow]) -> Iterator[Move]:
     """Yields a move for each operator that ran in place of another in a pass (forward or
     backward) of a kernel, with in how many of its calls. All tensors of a pass carry this
     evidence; it is reported once."""

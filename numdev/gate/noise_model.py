@@ -19,8 +19,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from scipy.special import ndtri, stdtrit
 
-from numdev.gate.compare_report import About
 from numdev.gate.row_groups import NUMBERS, Key, Rows, options_text
+from numdev.gate.row_pairs import RowKeys
 from numdev.grouping import grouped
 from numdev.metrics.metrics_by_name import interval_of, value_of
 from numdev.report import CallRecord, DeviationRow, Place
@@ -85,23 +85,22 @@ class Pair:
         return (*self.tensor, self.b.case, self.b.seed)
 
 
-class AuditKeys:
-    """The keys by which rows of both reports are paired.
+def audit_keys(a: Rows, b: Rows) -> RowKeys[DeviationRow]:
+    """Returns the keys by which rows of two audits or sweeps are paired: by kernel, call,
+    tensor and head.
 
     Options are part of a kernel's name only where it ran with several sets of them, and
     the seed only where there are several: otherwise they may have changed from A to B."""
+    sides = [option_sets(rows) for rows in (a, b)]
+    with_options = {
+        kernel for side in sides for kernel in _kernels_of_several_options(side)
+    }
+    has_seeds = any(len({row.seed for row in rows}) > 1 for rows in (a, b))
 
-    def __init__(self, a: Rows, b: Rows) -> None:
-        sides = [option_sets(rows) for rows in (a, b)]
-        self._several = {
-            kernel for side in sides for kernel in _kernels_of_several_options(side)
-        }
-        self._seeds = any(len({row.seed for row in rows}) > 1 for rows in (a, b))
-
-    def kernel(self, row: DeviationRow) -> Key:
+    def kernel(row: DeviationRow) -> Key:
         """Returns the key of the row's kernel and format, with the options where it ran
         with several sets of them."""
-        several = (row.role, row.kernel) in self._several
+        several = (row.role, row.kernel) in with_options
         return (
             row.role,
             row.kernel,
@@ -109,45 +108,30 @@ class AuditKeys:
             row.format,
         )
 
-    def call(self, row: DeviationRow) -> Key:
-        """Returns the key of the row's call: its case, and which draw of it (None where
-        all rows have one seed)."""
-        return (row.case, row.seed if self._seeds else None)
+    return RowKeys(
+        kernel=kernel,
+        call=lambda row: (row.case, row.seed if has_seeds else None),  # and which draw
+        part=lambda row: (row.tensor, row.head),
+        is_backward=lambda row: tensor_spec(row.tensor).is_gradient,
+        lost=_lost_numbers,
+        about=lambda row: {**row.who, "tensor": row.tensor},
+        place=Place.of,
+    )
 
-    def step(self, row: DeviationRow) -> tuple[Key, Key, bool]:
-        """Returns the key of the forward or backward pass of a call: kernel, call,
-        whether backward."""
-        return (self.kernel(row), self.call(row), tensor_spec(row.tensor).is_gradient)
 
-    def row(self, row: DeviationRow) -> Key:
-        """Returns the key by which rows of both reports are paired: kernel, call, tensor
-        and head."""
-        return (self.kernel(row), self.call(row), row.tensor, row.head)
+def _inputs_key(keys: RowKeys[DeviationRow], row: DeviationRow) -> Key:
+    """Returns the key of the floor's row that shows whether this row's inputs are the
+    same."""
+    tensor = tensor_spec(row.tensor).beside or row.tensor
+    return (row.format, keys.call(row), tensor, row.head)
 
-    def about(self, row: DeviationRow) -> About:
-        """Returns the fields of a record that say which row it is about: role, kernel,
-        options, format and tensor."""
-        return {**row.who, "tensor": row.tensor}
 
-    def place(self, row: DeviationRow) -> Place:
-        """Returns where the row was measured."""
-        return Place.of(row)
-
-    def lost(self, a: DeviationRow, b: DeviationRow) -> list[str]:
-        """Returns the names of numbers, and of evidence (bits, operator, intervals), that
-        A has and B lacks. Numbers of OF_DATA, and the bias of an exact output, do not
-        count."""
-        lost = [name for name in NUMBERS if name not in OF_DATA and _has_lost(name, a, b)]
-        lost += [name for name in EVIDENCE if getattr(a, name) and not getattr(b, name)]
-        return lost + [
-            f"interval of {name}" for name in a.interval if name not in b.interval
-        ]
-
-    def inputs(self, row: DeviationRow) -> Key:
-        """Returns the key of the floor's row that shows whether this row's inputs are the
-        same."""
-        tensor = tensor_spec(row.tensor).beside or row.tensor
-        return (row.format, self.call(row), tensor, row.head)
+def _lost_numbers(a: DeviationRow, b: DeviationRow) -> list[str]:
+    """Returns the names of numbers, and of evidence (bits, operator, intervals), that A
+    has and B lacks. Numbers of OF_DATA, and the bias of an exact output, do not count."""
+    lost = [name for name in NUMBERS if name not in OF_DATA and _has_lost(name, a, b)]
+    lost += [name for name in EVIDENCE if getattr(a, name) and not getattr(b, name)]
+    return lost + [f"interval of {name}" for name in a.interval if name not in b.interval]
 
 
 def _has_lost(name: str, a: DeviationRow, b: DeviationRow) -> bool:
@@ -181,17 +165,18 @@ def paired_rows(a: Rows, b: Rows, cases: Sequence[CallRecord]) -> list[Pair]:
     """Returns the pairs of rows of kernels and baselines that were measured in both
     reports, in B's order. A row that is in a report twice counts once; `cases`: the calls
     of B, which tell how wide the tensors are (1 for an unknown one)."""
-    keys = AuditKeys(a, b)
+    keys = audit_keys(a, b)
     sides = [{keys.row(r): r for r in rows if r.status == "ok"} for rows in (a, b)]
     floors = [
-        {keys.inputs(r): r for r in rows.values() if r.role == "floor"} for rows in sides
+        {_inputs_key(keys, r): r for r in rows.values() if r.role == "floor"}
+        for rows in sides
     ]
     width = {(c.case, t): size.width for c in cases for t, size in c.extents().items()}
     return [
         Pair(
             sides[0][key],
             row,
-            _compared_inputs(*(floor.get(keys.inputs(row)) for floor in floors)),
+            _compared_inputs(*(floor.get(_inputs_key(keys, row)) for floor in floors)),
             width.get((row.case, row.tensor), 1),
         )
         for key, row in sides[1].items()

@@ -4,7 +4,8 @@ has."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 from numdev.gate.compare_report import About, Presence
 from numdev.gate.row_groups import Key
@@ -22,31 +23,35 @@ class Tried(Protocol):
 
 R = TypeVar("R", bound=Tried)
 T = TypeVar("T")
-Row = TypeVar("Row", contravariant=True)
 
 
-class RowKeys(Protocol[Row]):
-    """The keys by which rows of two reports are matched."""
+@dataclass(frozen=True, kw_only=True)
+class RowKeys(Generic[R]):
+    """The keys by which rows of two reports are matched, and what is said of a row."""
 
-    def kernel(self, row: Row) -> Key:
-        """Returns the key of the row's kernel and format."""
+    kernel: Callable[[R], Key]
+    """What identifies the kernel and the format of a row."""
+    call: Callable[[R], Key]
+    """What identifies the call of it that a row is of."""
+    part: Callable[[R], Key] = lambda row: ()
+    """What of that call a row is, where a call has several rows."""
+    is_backward: Callable[[R], bool] = lambda row: False
+    """Whether a row is of the backward pass of its call."""
+    lost: Callable[[R, R], list[str]]
+    """The names of numbers that row A has and row B lacks."""
+    about: Callable[[R], About]
+    """The fields of a record that say which kernel and tensor a row is of."""
+    place: Callable[[R], Place]
+    """Where a row was measured."""
 
-    def step(self, row: Row) -> tuple[Key, Key, bool]:
+    def step(self, row: R) -> tuple[Key, Key, bool]:
         """Returns the key of the run that a row is of: its kernel, its call, and whether
         it is backward."""
+        return self.kernel(row), self.call(row), self.is_backward(row)
 
-    def row(self, row: Row) -> Key:
-        """Returns the key of the row: rows of A and B with equal keys are a pair."""
-
-    def lost(self, a: Row, b: Row) -> list[str]:
-        """Returns the names of numbers that row A has and row B lacks."""
-
-    def about(self, row: Row) -> About:
-        """Returns the fields of a record that say which kernel and tensor the row is
-        of."""
-
-    def place(self, row: Row) -> Place:
-        """Returns where the row was measured."""
+    def row(self, row: R) -> Key:
+        """Returns the key of a row: rows of A and B with equal keys are a pair."""
+        return self.kernel(row), self.call(row), self.part(row)
 
 
 def lost_numbers(a: object, b: object, names: Sequence[str]) -> list[str]:

@@ -16,8 +16,8 @@ from numdev.gate.compare_report import (
     Presence,
 )
 from numdev.gate.noise_model import FAR, is_within_scatter, may_differ_by_chance
-from numdev.gate.row_groups import Key
 from numdev.gate.row_pairs import (
+    RowKeys,
     both_sides,
     lost_numbers,
     measured_pairs,
@@ -27,7 +27,7 @@ from numdev.gate.row_pairs import (
 )
 from numdev.gate.sequence_ratios import LEAST, SURELY, SequenceRatios, moved_numbers
 from numdev.grouping import grouped
-from numdev.report import Place, kernel_fields
+from numdev.report import kernel_fields
 from numdev.report.number_text import label
 from numdev.studies.effects.report import Check, EffectsReport, OutputRow
 
@@ -54,58 +54,41 @@ FEW = (
 )
 
 
-class EffectsKeys:
-    """The keys by which rows of two reports are matched, as `noise_model.AuditKeys` has
-    them for an audit's."""
-
-    def kernel(self, row: OutputRow) -> Key:
-        """Returns what identifies the kernel and the format of a row."""
-        return label(row), row.format
-
-    def step(self, row: OutputRow) -> tuple[Key, Key, bool]:
-        """Returns what identifies a row: (its kernel and format, its run and sequence,
-        False). The last says that no row is of a backward pass."""
-        return self.kernel(row), (row.run, row.sequence), False
-
-    row = step
-
-    def lost(self, a: OutputRow, b: OutputRow) -> list[str]:
-        """Returns the names of the numbers that row A has and row B lacks, of COSTS and
-        `growth`."""
-        return [
-            *lost_numbers(a, b, COSTS),
-            *(["growth"] if a.growth and not b.growth else []),
-        ]
-
-    def about(self, row: OutputRow) -> About:
-        """Returns the fields of a move that say which row it is about: role, kernel
-        (`model` for none), options, format, and as `tensor` the kind, site, layer and
-        output of the run."""
-        layer = "" if row.layer is None else f"L{row.layer}"
-        where = " ".join(filter(None, (row.kind, row.site, layer, row.at)))
-        return {
-            "role": "kernel",
-            "kernel": row.kernel or "model",
-            "options": row.options,
-            "format": row.format,
-            "tensor": where,
-        }
-
-    def place(self, row: OutputRow) -> Place:
-        """Returns the place of a row, which names its run alone: a model's output belongs
-        to no call, layer or head."""
-        return place_without_call(self.about(row)["tensor"])
+def _about(row: OutputRow) -> About:
+    """Returns the fields of a move that say which row it is about: role, kernel (`model`
+    for none), options, format, and as `tensor` the kind, site, layer and output of the
+    run."""
+    layer = "" if row.layer is None else f"L{row.layer}"
+    where = " ".join(filter(None, (row.kind, row.site, layer, row.at)))
+    who = kernel_fields(row.format, row.kernel or "model", row.options)
+    return {**who, "tensor": where}
 
 
-def moves(old: EffectsReport, new: EffectsReport) -> tuple[EffectsKeys, Compared]:
+def _lost(a: OutputRow, b: OutputRow) -> list[str]:
+    """Returns the names of the numbers that row A has and row B lacks, of COSTS and
+    `growth`."""
+    growth = ["growth"] if a.growth and not b.growth else []
+    return [*lost_numbers(a, b, COSTS), *growth]
+
+
+KEYS = RowKeys[OutputRow](
+    kernel=lambda row: (label(row), row.format),
+    call=lambda row: (row.run, row.sequence),
+    lost=_lost,
+    about=_about,
+    # It names the run alone: a model's output belongs to no call, layer or head
+    place=lambda row: place_without_call(_about(row)["tensor"]),
+)
+
+
+def moves(old: EffectsReport, new: EffectsReport) -> tuple[RowKeys[OutputRow], Compared]:
     """Returns the keys by which rows are paired, and what changed from `old` to `new`.
     There is a group for every run that was measured on one sequence in both reports; a
     move for each number of SCALES, and each count, of such a run that changed beyond
     chance; a move or presence for each check whose result changed or that one report
     alone could try. A number of SCALES that is 0 in one report alone, in any sequence,
     moved, whatever chance does."""
-    keys = EffectsKeys()
-    pairs = grouped(measured_pairs(keys, old.rows, new.rows), lambda pair: pair[1].run)
+    pairs = grouped(measured_pairs(KEYS, old.rows, new.rows), lambda pair: pair[1].run)
     ratios = {
         (run, metric): SequenceRatios(both=numbers_in_both(rows, metric))
         for run, rows in pairs.items()
@@ -116,7 +99,7 @@ def moves(old: EffectsReport, new: EffectsReport) -> tuple[EffectsKeys, Compared
     moves: list[Move] = []
     for run, rows in pairs.items():
         first = rows[0][1]
-        about, place = keys.about(first), keys.place(first)
+        about, place = KEYS.about(first), KEYS.place(first)
         of_run = [
             ratios[run, metric].move(about, place, metric, what.format(place=first.place))
             for metric, what in SCALES.items()
@@ -131,7 +114,7 @@ def moves(old: EffectsReport, new: EffectsReport) -> tuple[EffectsKeys, Compared
     if any(group.unjudged for group in groups):
         notes.insert(0, FEW.format(least=LEAST, surely=SURELY))
     changed, presences = _check_moves(old.checks, new.checks)
-    return keys, Compared(
+    return KEYS, Compared(
         groups, [*moves, *changed], tuple(notes), presences=tuple(presences)
     )
 

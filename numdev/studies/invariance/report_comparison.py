@@ -19,8 +19,8 @@ from numdev.gate.compare_report import (
     Presence,
 )
 from numdev.gate.noise_model import FAR, log_ratio, may_differ_by_chance, ratio_of_log
-from numdev.gate.row_groups import Key
 from numdev.gate.row_pairs import (
+    RowKeys,
     both_sides,
     lost_numbers,
     measured_pairs,
@@ -28,7 +28,7 @@ from numdev.gate.row_pairs import (
     presence_record,
 )
 from numdev.grouping import grouped
-from numdev.report import Place, kernel_fields
+from numdev.report import kernel_fields
 from numdev.report.number_text import label, three
 from numdev.studies.invariance.report import (
     InvarianceReport,
@@ -57,63 +57,45 @@ OF_OUTPUTS = {
 ERRORS = {"error_base": "as it is", "error_variant": "in the other form"}
 
 
-class InvarianceKeys:
-    """The keys by which rows of two reports are matched, as `noise_model.AuditKeys` has
-    them for an audit's."""
+def _about(row: InvarianceRow) -> About:
+    """Returns the fields of a move that say which row it is about; `tensor` is axis and
+    tensor, `batch out`."""
+    return {**row.who, "tensor": f"{row.axis} {row.tensor}"}
 
-    def kernel(self, row: InvarianceRow) -> Key:
-        """Returns what identifies the kernel and the format of a row."""
-        return label(row), row.format
 
-    def step(self, row: InvarianceRow) -> tuple[Key, Key, bool]:
-        """Returns what identifies a kernel's run on one variant of a call: kernel and
-        format; case, axis and variant; and False, since no run is a backward pass
-        alone."""
-        return self.kernel(row), (row.case, row.axis, row.variant), False
-
-    def row(self, row: InvarianceRow) -> Key:
-        """Returns what identifies a row: a kernel's run on one variant of a call, and the
-        tensor."""
-        return (*self.step(row), row.tensor)
-
-    def lost(self, a: InvarianceRow, b: InvarianceRow) -> list[str]:
-        """Returns the names of those DIFFERENCES that row `a` has and row `b` lacks."""
-        return lost_numbers(a, b, DIFFERENCES)
-
-    def about(self, row: InvarianceRow) -> About:
-        """Returns the fields of a move that say which row it is about; `tensor` is axis
-        and tensor, `batch out`."""
-        return {**row.who, "tensor": f"{row.axis} {row.tensor}"}
-
-    def place(self, row: InvarianceRow) -> Place:
-        """Returns the place of a row: its case and layer."""
-        return place_without_call(row.case, row.layer)
+KEYS = RowKeys[InvarianceRow](
+    kernel=lambda row: (label(row), row.format),
+    call=lambda row: (row.case, row.axis, row.variant),
+    part=lambda row: (row.tensor,),
+    lost=lambda a, b: lost_numbers(a, b, DIFFERENCES),
+    about=_about,
+    place=lambda row: place_without_call(row.case, row.layer),
+)
 
 
 def moves(
     old: InvarianceReport, new: InvarianceReport
-) -> tuple[InvarianceKeys, Compared]:
+) -> tuple[RowKeys[InvarianceRow], Compared]:
     """Returns the keys by which rows are paired, and what changed from `old` to `new`: a
     group for every kernel, format, axis and tensor of which both reports measured one
     row; the moves of rows that changed; kernels that no longer repeat their bits; moves
     of the model's own output, with the rows and numbers that one report alone has of
     it."""
-    keys = InvarianceKeys()
-    pairs = measured_pairs(keys, old.rows, new.rows)
+    pairs = measured_pairs(KEYS, old.rows, new.rows)
     groups: list[Group] = []
     moves: list[Move] = []
     by_axis = grouped(pairs, lambda p: (label(p[1]), p[1].format, p[1].axis, p[1].tensor))
     for of_axis in by_axis.values():
         axis: list[Move] = []
         for a, b in of_axis:
-            about, place = keys.about(b), keys.place(b)
+            about, place = KEYS.about(b), KEYS.place(b)
             axis += [
                 Move(**about, place=place, **change) for change in _row_changes(a, b)
             ]
         places = {move.words.partition(": ")[0] for move in axis}
         groups.append(
             Group(
-                **keys.about(of_axis[0][1]),
+                **KEYS.about(of_axis[0][1]),
                 metric="difference",
                 a=_largest_ratio(a for a, _ in of_axis),
                 b=_largest_ratio(b for _, b in of_axis),
@@ -123,14 +105,14 @@ def moves(
             )
         )
         moves += axis
-    moves += _unsteady_moves(keys, old, new)
+    moves += _unsteady_moves(old, new)
     of_outputs, presences = _output_moves(old.models, new.models)
     note = (
         "An axis moved where its bits, its cause, or one of its numbers by "
         f"{TIMES:g} times did; A and B are the largest differences over the floor's "
         "error."
     )
-    return keys, Compared(
+    return KEYS, Compared(
         groups, [*moves, *of_outputs], (note,), presences=tuple(presences)
     )
 
@@ -229,20 +211,18 @@ def _counts_alike(a: int, b: int) -> bool:
     return max(a, b) <= TIMES * min(a, b) or abs(a - b) <= 2 * math.sqrt(a + b)
 
 
-def _unsteady_moves(
-    keys: InvarianceKeys, old: InvarianceReport, new: InvarianceReport
-) -> Iterator[Move]:
+def _unsteady_moves(old: InvarianceReport, new: InvarianceReport) -> Iterator[Move]:
     """Yields a move for each tensor and variant in which a kernel does not repeat its
     bits in B, where A has no such row and has numbers of the kernel. Only a kernel that
     does not repeat its bits has such a row."""
-    before = {keys.row(row) for row in old.rows}
-    kernels = {keys.kernel(row) for row in old.rows if row.status == "ok"}
+    before = {KEYS.row(row) for row in old.rows}
+    kernels = {KEYS.kernel(row) for row in old.rows if row.status == "ok"}
     for row in new.rows:
         unsteady = row.axis == "repeat" and row.status == "ok" and not row.same
-        if unsteady and keys.row(row) not in before and keys.kernel(row) in kernels:
+        if unsteady and KEYS.row(row) not in before and KEYS.kernel(row) in kernels:
             yield Move(
-                **keys.about(row),
-                place=keys.place(row),
+                **KEYS.about(row),
+                place=KEYS.place(row),
                 metric="difference",
                 excess=FAR,
                 b=row.floor_ratio,

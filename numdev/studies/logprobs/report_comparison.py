@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 from numdev.errors import UsageError
 from numdev.gate.compare_report import About, Compared, Group, Move
-from numdev.gate.row_groups import Key
 from numdev.gate.row_pairs import (
+    RowKeys,
     lost_numbers,
     measured_pairs,
     numbers_in_both,
@@ -18,7 +18,7 @@ from numdev.gate.row_pairs import (
 )
 from numdev.gate.sequence_ratios import SURELY, SequenceRatios, moved_numbers
 from numdev.grouping import grouped
-from numdev.report import Place, kernel_fields
+from numdev.report import kernel_fields
 from numdev.studies.logprobs.report import PAIR, LogprobsReport, PairRow, SideRow
 
 ERROR, MULTIPLE = "over_predicted", "abs"
@@ -32,41 +32,22 @@ NOTE = (
 )
 
 
-class SideKeys:
-    """The keys by which rows of two reports are matched: side and sequence."""
-
-    def kernel(self, row: SideRow) -> Key:
-        """Returns what identifies the side of a row."""
-        return row.side, ""
-
-    def step(self, row: SideRow) -> tuple[Key, Key, bool]:
-        """Returns the key of a row's side, the key of its sequence, and False, since no
-        row is of a backward pass."""
-        return self.kernel(row), (row.sequence, row.uid), False
-
-    row = step
-
-    def lost(self, a: SideRow, b: SideRow) -> list[str]:
-        """Returns which of the numbers `square` and `predicted_square` row A has and row
-        B lacks."""
-        return lost_numbers(a, b, ("square", "predicted_square"))
-
-    def about(self, row: SideRow) -> About:
-        """Returns the fields of a move that say which side it is about."""
-        return about(row.side)
-
-    def place(self, row: SideRow) -> Place:
-        """Returns the place of a row, which belongs to no call, layer or head."""
-        return place_without_call(f"sequence {row.sequence}")
-
-
 def about(side: str) -> About:
     """Returns the fields of a record that say which side it is about, or that it is about
     both (PAIR)."""
     return {**kernel_fields("", side), "tensor": "logprobs"}
 
 
-def moves(old: LogprobsReport, new: LogprobsReport) -> tuple[SideKeys, Compared]:
+KEYS = RowKeys[SideRow](
+    kernel=lambda row: (row.side, ""),
+    call=lambda row: (row.sequence, row.uid),
+    lost=lambda a, b: lost_numbers(a, b, ("square", "predicted_square")),
+    about=lambda row: about(row.side),
+    place=lambda row: place_without_call(f"sequence {row.sequence}"),
+)
+
+
+def moves(old: LogprobsReport, new: LogprobsReport) -> tuple[RowKeys[SideRow], Compared]:
     """Returns the keys by which rows are paired, and what changed from `old` to `new`: a
     group for each side, and for the pair, that has a sequence with numbers in both, and a
     move for each whose number moved. Raises UsageError where a side is held to another
@@ -77,8 +58,7 @@ def moves(old: LogprobsReport, new: LogprobsReport) -> tuple[SideKeys, Compared]
             if a.name == b.name and differ:
                 what = f"{a.name}: held to {a.support} in {a.format} in A, and to "
                 raise UsageError(f"{what}{b.support} in {b.format} in B")
-    keys = SideKeys()
-    numbers = {key: x for key, x in _numbers(keys, old, new) if x.both}
+    numbers = {key: x for key, x in _numbers(old, new) if x.both}
     moved = moved_numbers(numbers)
     groups, changes = list[Group](), list[Move]()
     for (side, metric), number in numbers.items():
@@ -89,16 +69,16 @@ def moves(old: LogprobsReport, new: LogprobsReport) -> tuple[SideKeys, Compared]
         pairs = len(number.both)
         groups.append(number.group(about(side), metric, pairs=pairs, is_moved=is_moved))
     tests = sum(number.is_chance_known for number in numbers.values())
-    return keys, Compared(groups, changes, (NOTE.format(tests=tests, surely=SURELY),))
+    return KEYS, Compared(groups, changes, (NOTE.format(tests=tests, surely=SURELY),))
 
 
 def _numbers(
-    keys: SideKeys, old: LogprobsReport, new: LogprobsReport
+    old: LogprobsReport, new: LogprobsReport
 ) -> Iterator[tuple[tuple[str, str], SequenceRatios]]:
     """Yields ((side, metric), numbers) for every side that has a sequence with numbers in
     both reports, then for the pair, always: by sequence the number in `old` and in `new`,
     which may be none."""
-    rows = measured_pairs(keys, old.rows, new.rows)
+    rows = measured_pairs(KEYS, old.rows, new.rows)
     for side, of_side in grouped(rows, lambda pair: pair[1].side).items():
         both = numbers_in_both(of_side, ERROR)
         yield (side, ERROR), SequenceRatios(both=both)
