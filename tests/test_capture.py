@@ -95,6 +95,8 @@ CALLS: tuple[tuple[str, dict[str, Tensor], int | None, int], ...] = (
     *((n, text(padding), None, 2) for n in PLAIN for padding in (None, "left", "right")),
     *((n, {**text("right"), **DECODER}, None, 6) for n in ("t5_seq2seq", "bart")),
     *((n, text(), None, 2) for n in ("gemma3", "mistral")),
+    *(("splinter", text(padding), None, 2) for padding in (None, "left")),
+    *(("nllb_moe", {**text(padding), **DECODER}, None, 6) for padding in (None, "right")),
     ("t5_seq2seq", {**text(), **DECODER}, None, 6),
     ("vit", PIXELS, None, 2),
     ("clip", {**text(), **PIXELS}, None, 4),

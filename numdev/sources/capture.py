@@ -45,7 +45,9 @@ from numdev.sources.upstream_gradients import (
 T = TypeVar("T")
 # What it returns, if anything, is the answer
 OnCall = Callable[[AttentionCase], Tensor | None]
-NAME = "numdev"  # Under which numdev's function is registered with transformers
+# Under which numdev's functions are registered with transformers: as models call SDPA;
+# and for models that do not support SDPA, with every mask written out
+NAME, BY_MASK = "numdev", "numdev-by-mask"
 HINT = "does it take as many tokens as --length, and these --inputs?"
 
 # What models pass to their attention function and no SDPA call depends on.
@@ -692,29 +694,33 @@ def _window_of_call(
 
 def attention_implementation(model_class: Any) -> str:
     """Returns the `attn_implementation` under which this transformers class can be
-    captured: `numdev` where it can be set, else `sdpa` or `eager`, whichever the class
-    supports. Registers numdev's function with transformers under that name, with SDPA's
-    mask function; without one no mask would be passed."""
+    captured. Where it can be set: NAME, or BY_MASK for a class that does not support
+    SDPA; else `sdpa` or `eager`, whichever the class supports. Registers numdev's
+    functions with transformers under their names, with a mask function each; without one
+    no mask would be passed."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as FUNCTIONS
 
     FUNCTIONS.register(NAME, _attention)
     MASKS.register(NAME, MASKS["sdpa"])
+    FUNCTIONS.register(BY_MASK, _attention_by_mask)
+    MASKS.register(BY_MASK, _written_out_mask)
     if model_class._can_set_attn_implementation():
-        return NAME
+        return NAME if model_class._supports_sdpa else BY_MASK
     return "sdpa" if model_class._supports_sdpa else "eager"
 
 
 @contextmanager
 def attention_override(model: nn.Module, implementation: str = NAME) -> Iterator[None]:
     """Enters a context in which a model of transformers calls the attention function that
-    is registered as `implementation`, whatever it was loaded with. It has no effect on
-    another model, and on a class whose implementation cannot be set. Restored at the
-    end."""
-    whole: Any = next(
-        (m for m in model.modules() if hasattr(m, "_can_set_attn_implementation")), None
-    )
-    if whole is None or attention_implementation(type(whole)) != NAME:
+    is registered as `implementation`, whatever it was loaded with; for NAME that is
+    BY_MASK in the parts that do not support SDPA. It has no effect on another model, and
+    on a class whose implementation cannot be set. Restored at the end."""
+    parts: list[Any] = [
+        m for m in model.modules() if hasattr(m, "_can_set_attn_implementation")
+    ]
+    whole = next(iter(parts), None)
+    if whole is None or attention_implementation(type(whole)) not in (NAME, BY_MASK):
         yield
         return
     configs = {name: getattr(whole.config, name) for name in whole.config.sub_configs}
@@ -725,6 +731,9 @@ def attention_override(model: nn.Module, implementation: str = NAME) -> Iterator
     before = {name: config._attn_implementation for name, config in configs.items()}
     try:
         whole.set_attn_implementation(implementation)
+        by_mask = (m for m in parts if attention_implementation(type(m)) == BY_MASK)
+        for part in by_mask if implementation == NAME else ():
+            part.set_attn_implementation(BY_MASK)
         yield
     finally:
         whole.set_attn_implementation(before)
@@ -783,6 +792,40 @@ def _attention(
             return sdpa(*call, dropout=dropout, scaling=scaling, **on)
     finally:
         interceptor.passed = {}
+
+
+def _attention_by_mask(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> object:
+    """Returns transformers' SDPA result, as `_attention`, for a model that does not
+    support SDPA. Its module does not say truly whether it is causal, and its eager
+    attention never asks: keys are hidden by the mask alone. A bool mask that hides
+    nothing, or all later keys and no other, becomes none and a flag. As in SDPA's mask
+    function, one stays beside a window that has no more keys than the call. Raises
+    MeasurementError for an argument that numdev does not know."""
+    mask, is_causal, kv_len = attention_mask, False, key.shape[2]
+    is_wider = kv_len < (kwargs.get("sliding_window") or kv_len + 1)
+    is_bias_free = kwargs.get("position_bias") is None
+    if mask is not None and mask.dtype == torch.bool and is_wider and is_bias_free:
+        is_causal = query.shape[2] == kv_len > 1
+        is_causal &= bool(torch.eq(mask, _causal_mask(query, key)).all())
+        mask = None if is_causal or bool(mask.all()) else mask
+    call = (module, query, key, value, mask)
+    return _attention(*call, **{**kwargs, "is_causal": is_causal})
+
+
+def _written_out_mask(**arguments: object) -> Tensor | None:
+    """Returns the mask that transformers makes for SDPA, bool [batch, 1, q_len, kv_len],
+    also where SDPA could do without one. The arguments are those of its `sdpa_mask`."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
+
+    never = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    return cast("Tensor | None", MASKS["sdpa"](**{**arguments, **never}))
 
 
 # --- sparse attention: keys that the model chooses, by their numbers ------------------

@@ -27,7 +27,8 @@ TOLERANCE = 1e-12
 OUT = {
     "gpt2": ("attn.c_proj",), "bert": ("attention.output.dense",), "t5": ("SelfAttention.o",),
     "t5_seq2seq": ("SelfAttention.o", "EncDecAttention.o"), "falcon": ("self_attention.dense",),
-    "modernbert": ("attn.Wo",), "vit": ("attention.o_proj",),
+    "nllb_moe": ("self_attn.out_proj", "cross_attention.out_proj"),
+    "splinter": ("attention.output.dense",), "modernbert": ("attn.Wo",), "vit": ("attention.o_proj",),
     **dict.fromkeys(("bart", "clip", "whisper"), ("attn.out_proj",)),
     **dict.fromkeys(
         ("llama", "gemma2", "gemma3", "gpt_oss", "mistral", "deepseek_v32", "minimax"),

@@ -87,6 +87,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "BartForConditionalGeneration",
         {**SEQ2SEQ, "decoder_start_token_id": 2, "forced_eos_token_id": None},
     ),
+    # Neither supports SDPA: their modules do not say truly whether they are causal, and
+    # only the masks do. An encoder-decoder, its experts left out; an encoder.
+    "nllb_moe": (
+        "NllbMoeForConditionalGeneration",
+        {**SEQ2SEQ, "decoder_start_token_id": 2, "forced_eos_token_id": None}
+        | {"encoder_sparse_step": 0, "decoder_sparse_step": 0},
+    ),
+    "splinter": ("SplinterModel", DECODER),
     # An encoder of 24 frames of 8 mel bins as 12 positions, and a decoder.
     "whisper": (
         "WhisperForConditionalGeneration",
