@@ -465,6 +465,12 @@ def test_an_unknown_argument_is_an_error_that_names_it(tmp_path: Path) -> None:
         cases_of(opened("llama", tmp_path), {**text(), "tree_bias": torch.zeros(1)})
 
 
+def test_an_argument_of_the_models_head_is_none_of_attentions(tmp_path: Path) -> None:
+    """LLaVA-OneVision passes every argument on, and each layer passes it to attention."""
+    passed = {**text(), "logits_to_keep": torch.zeros(1)}
+    assert len(cases_of(opened("bert", tmp_path), passed)) == 2
+
+
 @pytest.mark.parametrize(
     ("name", "layer", "size", "padding"),
     [

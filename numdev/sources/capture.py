@@ -54,6 +54,7 @@ HINT = "does it take as many tokens as --length, and these --inputs?"
 WITHOUT_EFFECT = frozenset(
     {"use_cache", "cache_position", "position_ids", "num_items_in_batch", "deterministic"}
     | {"return_dict", "output_attentions", "output_hidden_states", "output_router_logits"}
+    | {"logits_to_keep"}
 )
 
 
