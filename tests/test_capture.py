@@ -436,6 +436,31 @@ def test_attention_by_hand_is_noticed_by_what_it_computes(
         cases_of(model.eval(), {"input": normal(2, 6, 8).float()})
 
 
+def flex(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    from torch.nn.attention.flex_attention import flex_attention  # loads the compiler
+
+    return flex_attention(q, k, v)
+
+
+@pytest.mark.parametrize("operator", [
+    flex, torch.ops.aten.scaled_dot_product_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+])  # fmt: skip
+def test_another_operator_that_attends_is_noticed_by_its_name(operator: Any) -> None:
+    """In a module that also makes a call, beside another that makes one. A report lacked
+    a layer of FlexAttention silently."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = operator(q, k, v)
+        out = out if isinstance(out, Tensor) else out[0]
+        seen = F.scaled_dot_product_attention(q, k, v)
+        return (seen + out).transpose(1, 2).flatten(2)
+
+    model = nn.Sequential(Calling(call), Calling(F.scaled_dot_product_attention))
+    with pytest.raises(MeasurementError, match="not seen in 0;"):
+        cases_of(model.eval(), {"input": normal(2, 6, 8).float()})
+
+
 def test_a_softmax_that_weighs_no_product_is_no_attention() -> None:
     """A router of experts, experts in one product of matrices, an expectation over bins,
     and gates."""

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import itertools
 import math
+import re
 import runpy
 from collections.abc import Callable
 from functools import partial
@@ -503,6 +504,19 @@ def test_what_is_no_model_and_what_means_nothing_is_refused(
         code, _, err = ran(capsys, "effects", *arguments, "-o", tmp_path / "out")
         assert (code, unstarted(err).count("\n")) == (2, 1)
         assert words in err
+
+
+def test_an_operator_that_takes_functions_is_refused_by_its_line(
+    capsys: Any, tmp_path: Path
+) -> None:
+    """FlexAttention does not run operator by operator, so that it has no fp64."""
+    weights = tmp_path / "model.safetensors"
+    save_file(factories.Flexible().state_dict(), weights)
+    model = ("--model", "factories:Flexible", "--kernel", "sdpa-math")
+    code, _, err = ran(capsys, "effects", weights, *model, "-o", tmp_path / "out")
+    assert code == 3
+    last = unstarted(err).splitlines()[-1]
+    assert re.search(r"factories\.py:\d+ \(return .*flex_attention.*\): it takes", last)
 
 
 def float32_alone(case: AttentionCase) -> Any:

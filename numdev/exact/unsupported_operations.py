@@ -50,10 +50,10 @@ PHRASES = {
     "data is not allocated": POINTER,
     "no rule registered for HigherOrderOperator": OF_FUNCTIONS,
 }
-NUMDEV_EXACT, TORCH = (str(Path(path).parent) for path in (__file__, torch.__file__))
+EXACT, TORCH = (Path(path).parent for path in (__file__, torch.__file__))
 # What calls a user's function stands above it, what stands in for a GPU below
-CALLERS = str(Path(__file__).parent.parent / "operations" / "function")
-NOT_THE_USERS = (NUMDEV_EXACT, CALLERS, TORCH, "<frozen")
+CALLERS = [EXACT.parent / at for at in ("operations/function", "sources", "studies")]
+NOT_THE_USERS = ("<frozen", *(str(path) for path in (EXACT, TORCH, *CALLERS)))
 
 
 class Unsupported(MeasurementError):

@@ -1,13 +1,15 @@
-"""Notice attention that a model multiplies by hand, by what it computes.
+"""Notice attention that a model multiplies by hand, by what it computes, or has computed
+by another operator than SDPA, by that operator's name.
 
 Two tensors with a batch are multiplied: scores. A softmax or an exponential makes weights
 of them, and the product of weights with another tensor is attention. In between come
 scales, masks, casts and views, and no layer with parameters. A router's softmax is of no
 such product, a depth's expectation multiplies none. Unseen are tensors without a batch,
-and sums of products that no product makes."""
+sums of products that no product makes, and what is no operator of PyTorch."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -33,6 +35,9 @@ CASTS_AND_VIEWS = frozenset(
     | {"cat", "concat", "index_select"}
 )
 KEEPS = ARITHMETIC | CASTS_AND_VIEWS
+# In names of operators that attend: flex_attention, _flash_attn_forward. Such a one reads
+# at least a query, a key and a value.
+ATTENDS, READ = re.compile("attention|attn|sdpa|fmha"), 3
 
 
 class AttentionByHand:
@@ -41,13 +46,17 @@ class AttentionByHand:
     def __init__(self) -> None:
         self.stages = WeakTensorKeyDictionary()
 
-    def multiplies_weights(
+    def ends_attention(
         self, func: Callable[..., object], arguments: Sequence[object], result: object
     ) -> bool:
         """Whether `func`, which has made `result` of `arguments`, was the second product
-        of an attention. Notes what it has made of scores and weights: its result where
-        that is one tensor; no other result is followed."""
+        of an attention, or an operator that attends. Notes what it has made of scores and
+        weights: its result where that is one tensor; no other result is followed."""
         name = getattr(func, "__name__", "").strip("_")
+        if ATTENDS.search(name):
+            tensors = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
+            batched = [x for x in tensors if x.ndim >= BATCHED and x.is_floating_point()]
+            return len(batched) >= READ
         if name not in PRODUCTS | EXPONENTIALS | KEEPS or not isinstance(result, Tensor):
             return False
         tensors = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]

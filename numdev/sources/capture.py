@@ -236,7 +236,8 @@ def first_call(run: Callable[[], object]) -> AttentionCase | None:
 #
 # Modules that own query, key and value projections and ran must have made a call, and so
 # must those that look like a mixer without a softmax and compute one. No module may
-# multiply scores and their softmax by hand (`attention_by_hand`).
+# multiply scores and their softmax by hand, or attend by another operator
+# (`attention_by_hand`).
 
 # The projections by their names, whole words between underscores: q_proj, to_k, linear_v,
 # c_attn.
@@ -351,10 +352,10 @@ class Watch:
     def watching(self, *, begun: bool = False) -> Iterator[None]:
         """Enters a context in which to run the model. At its end it raises Unseen where
         no call was made, where a module that owns projections, or a mixer that computed
-        a softmax, ran more often than it made calls, or where one multiplied by hand; not
-        where the model itself raised. `begun`: the model runs already, in this thread:
-        its own hooks are left alone, for PyTorch iterates over them, and what other
-        threads run is ignored."""
+        a softmax, ran more often than it made calls, or where one multiplied by hand or
+        attended by another operator; not where the model itself raised. `begun`: the
+        model runs already, in this thread: its own hooks are left alone, for PyTorch
+        iterates over them, and what other threads run is ignored."""
         thread = threading.get_ident()
         modules = [m for m in self.modules if not (begun and m is self.model)]
         if begun:
@@ -406,9 +407,10 @@ class Watch:
     def follow(
         self, func: Callable[..., object], arguments: Sequence[object], result: object
     ) -> None:
-        """Follows what `func` has made of its arguments: where that is attention by hand,
-        the innermost running module that attends, else the innermost, has ended it."""
-        if self.products.multiplies_weights(func, arguments, result):
+        """Follows what `func` has made of its arguments: where that is attention by hand
+        or by another operator than SDPA, the innermost running module that attends, else
+        the innermost, has ended it."""
+        if self.products.ends_attention(func, arguments, result):
             inside_out = [frame.module for frame in reversed(self.running)]
             attending = self.owners | self.softmaxes
             owner = next((m for m in inside_out if m in attending), inside_out[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -97,3 +97,17 @@ def raises() -> nn.Module:
 
 def returns_nothing() -> None:
     return None
+
+
+class Flexible(nn.Module):
+    """A model whose only layer attends by FlexAttention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.project = nn.Embedding(96, 8), nn.Linear(8, 24)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        from torch.nn.attention.flex_attention import flex_attention  # loads the compiler
+
+        x = self.project(self.embed(input_ids)).unflatten(-1, (3, 2, 4))
+        return cast(Tensor, flex_attention(*x.permute(2, 0, 3, 1, 4)))

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, Refused
 from numdev.exact.result_dtypes import is_floating
+from numdev.exact.unsupported_operations import as_unsupported
 from numdev.exact.wide_tensors import Wide, widened
 from numdev.formats import Format, dtype_of, format_named, format_of, round_to
 from numdev.kernels import Output, find
@@ -184,7 +185,7 @@ class Subject:
         model's own code). With the seed `drawn` roundings go up or down at random; None:
         to nearest. Notes in `narrower` and `routes` what the run shows. Raises Unseen for
         an `attention` where the model makes no call of it, or attends somewhere without
-        one."""
+        one, and Unsupported for an operator that cannot be computed in fp64."""
         generator = (
             None if drawn is None else torch.Generator(self.device).manual_seed(drawn)
         )
@@ -207,12 +208,15 @@ class Subject:
             run or self.wide, **self._wide_inputs(inputs, rounded="embedding" in sites)
         )
         at_hand = _weights_at_hand(self.streamed)
-        with torch.no_grad(), at_hand, self.places.following(), running:
-            if attention is not None:
-                result = run_with_answers(self.wide, call, answer)
-            else:  # fused operators, chosen by what tensors say they are, have no fp64
-                with sdpa_kernel(SDPBackend.MATH):
-                    result = call()
+        try:
+            with torch.no_grad(), at_hand, self.places.following(), running:
+                if attention is not None:
+                    result = run_with_answers(self.wide, call, answer)
+                else:  # fused operators, chosen by a tensor's dtype, have no fp64
+                    with sdpa_kernel(SDPBackend.MATH):
+                        result = call()
+        except RuntimeError as error:
+            raise as_unsupported("an operator", error) from error.__cause__
         self.ran_exactly = True
         self.narrower |= rounding.narrower
         self.routes |= running.routes
