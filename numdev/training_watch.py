@@ -244,11 +244,14 @@ class _Observer(TorchFunctionMode):
         # be measured on tensors without values.
         if torch.compiler.is_compiling():
             return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
         if func is F.multi_head_attention_forward:
-            func = capturing.multi_head_calling(self._observed_attention)
-        elif func is F.scaled_dot_product_attention:
-            func = self._observed_attention
-        return func(*args, **(kwargs or {}))
+            return capturing.multi_head_calling(self._observed_attention)(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return self._observed_attention(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self.names.follow(func, (*args, *kwargs.values()), result)
+        return result
 
     def _observed_attention(self, *args: Any, **kwargs: Any) -> Tensor:
         """Calls SDPA with these arguments and returns its output. Also counts and

@@ -889,6 +889,24 @@ def test_watching_changes_no_number() -> None:
         assert n["expected_ratio"] == pytest.approx(1, abs=0.1)
 
 
+class Products(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = torch.matmul(x, x.transpose(-2, -1))
+        return torch.matmul(torch.softmax(scores, dim=-1), x)
+
+
+class Embedded(torch.nn.Module):
+    """A layer behind an attention by hand, and a module of TorchScript."""
+
+    def __init__(self, layer: torch.nn.Module, scripted: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer, self.scripted = layer, scripted
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.scripted(x)
+        return self.layer(torch.softmax(x @ x.transpose(-2, -1), dim=-1) @ x)
+
+
 def test_watching_finds_a_fault(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -914,6 +932,12 @@ def test_watching_finds_a_fault(
         unseen(x, x, x)
     assert "attention ran but was not seen in MultiheadAttention; watch" in caplog.text
     assert "transformers' interface" not in caplog.text  # which watch does not see
+    # By hand, in a module with no name of a projection; of TorchScript, without hooks
+    caplog.clear()
+    model.linear1 = Embedded(model.linear1, torch.jit.script(Products()))
+    with numdev.watch(model):
+        model(x)
+    assert "not seen in linear1, linear1.scripted; watch" in caplog.text
     assert not capsys.readouterr().out
     for wrong, words in (
         ({"every": 0}, "every: expected at least 1"),
@@ -1136,7 +1160,7 @@ def test_what_is_compiled_in_a_watched_model_is_said_to_be_unseen(
         for _ in range(2):
             model(torch.randn(1, 20, 16)).sum().backward()
     assert not seen
-    words = {"module": "in a compiled model", "function": "made no attention call"}
+    words = {"module": "in a compiled model", "function": "was not seen in 0"}
     assert words[compiled] in caplog.text
 
 

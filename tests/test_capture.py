@@ -461,6 +461,35 @@ def test_another_operator_that_attends_is_noticed_by_its_name(operator: Any) -> 
         cases_of(model.eval(), {"input": normal(2, 6, 8).float()})
 
 
+class ByCall(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, None]
+        return F.scaled_dot_product_attention(x, x, x)[:, 0]
+
+
+class ByProducts(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.matmul(torch.softmax(torch.matmul(x, x.mT), dim=-1), x)
+
+
+class Gate(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.softmax(x, dim=-1)
+
+
+@pytest.mark.parametrize("part", [ByCall, ByProducts, Gate])
+def test_a_module_of_torchscript_that_attends_is_named(part: type[nn.Module]) -> None:
+    """It takes no hook and its calls are not met: its code says whether it attends."""
+    attending = Calling(F.scaled_dot_product_attention)
+    model = nn.Sequential(torch.jit.script(part()), attending).eval()
+    passed = {"input": normal(2, 6, 8).float()}
+    if part is Gate:
+        assert len(cases_of(model, passed)) == 1
+    else:
+        with pytest.raises(MeasurementError, match="not seen in 0;"):
+            cases_of(model, passed)
+
+
 def test_a_softmax_that_weighs_no_product_is_no_attention() -> None:
     """A router of experts, experts in one product of matrices, an expectation over bins,
     and gates."""

@@ -25,6 +25,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from numdev.cases import AttentionCase, CaseRef, Phase, Window
@@ -297,14 +298,28 @@ def module_hooks(
 ) -> Iterator[None]:
     """Enters a context in which `enter(module, arguments, keywords)` is called when one
     of these modules begins to run, and `leave(module, ...)` when it ends, also by
-    raising."""
+    raising. Neither is called for a module of TorchScript, which takes no such hooks."""
     with ExitStack() as stack:
         for module in modules:
+            if isinstance(module, ScriptModule):
+                continue
             stack.callback(
                 module.register_forward_pre_hook(enter, with_kwargs=True).remove
             )
             stack.callback(module.register_forward_hook(leave, always_call=True).remove)
         yield
+
+
+def _may_attend(module: ScriptModule) -> bool:
+    """Whether the code of a module of TorchScript calls SDPA, or has a softmax and two
+    products, the parts that it calls included. False for one without a forward."""
+    try:
+        code = str(module.inlined_graph)
+    except (AttributeError, RuntimeError):
+        return False
+    products = re.findall(r"aten::(?:matmul|bmm|baddbmm|einsum)\(", code)
+    by_hand = "aten::softmax(" in code and len(products) > 1
+    return by_hand or "aten::scaled_dot_product_attention(" in code
 
 
 @dataclass(kw_only=True, eq=False)
@@ -347,15 +362,20 @@ class Watch:
         self.ran, self.seen = Counter[nn.Module](), Counter[nn.Module]()
         self.softmaxes = set[nn.Module]()  # the mixers that computed one
         self.products, self.by_hand = AttentionByHand(), set[nn.Module]()
+        # Of these no hook tells whether they ran, and no function that they call is met
+        self.scripted = {
+            m for m in self.modules if isinstance(m, ScriptModule) and _may_attend(m)
+        }
 
     @contextmanager
     def watching(self, *, begun: bool = False) -> Iterator[None]:
         """Enters a context in which to run the model. At its end it raises Unseen where
         no call was made, where a module that owns projections, or a mixer that computed
-        a softmax, ran more often than it made calls, or where one multiplied by hand or
-        attended by another operator; not where the model itself raised. `begun`: the
-        model runs already, in this thread: its own hooks are left alone, for PyTorch
-        iterates over them, and what other threads run is ignored."""
+        a softmax, ran more often than it made calls, where one multiplied by hand or
+        attended by another operator, or is of TorchScript and may attend; not where the
+        model itself raised. `begun`: the model runs already, in this thread: its own
+        hooks are left alone, for PyTorch iterates over them, and what other threads run
+        is ignored."""
         thread = threading.get_ident()
         modules = [m for m in self.modules if not (begun and m is self.model)]
         if begun:
@@ -382,7 +402,8 @@ class Watch:
             yield
         attending = self.owners | self.softmaxes
         without_call = {m for m in attending if self.ran[m] > self.seen[m]}
-        missed = sorted(self.modules[m] for m in without_call | self.by_hand)
+        unseen = without_call | self.by_hand | self.scripted
+        missed = sorted(self.modules[m] for m in unseen)
         if missed or not self.calls:
             what = f"attention ran but was not seen in {some(missed)}"
             what = what if missed else "the model made no attention call"
@@ -409,7 +430,9 @@ class Watch:
     ) -> None:
         """Follows what `func` has made of its arguments: where that is attention by hand
         or by another operator than SDPA, the innermost running module that attends, else
-        the innermost, has ended it."""
+        the innermost, has ended it. Notes a softmax, as `note_softmax`."""
+        if getattr(func, "__name__", "") == "softmax":
+            self.note_softmax()
         if self.products.ends_attention(func, arguments, result):
             inside_out = [frame.module for frame in reversed(self.running)]
             attending = self.owners | self.softmaxes
@@ -521,8 +544,6 @@ class _Interceptor(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             return self._meet_multi_head(args, kwargs)
-        if self.watch and getattr(func, "__name__", "") == "softmax":
-            self.watch.note_softmax()
         if func is F.scaled_dot_product_attention:
             return self._meet_sdpa(*args, **kwargs)
         result = func(*args, **kwargs)
