@@ -106,6 +106,7 @@ CALLS: tuple[tuple[str, dict[str, Tensor], int | None, int], ...] = (
     *((n, text("left"), STEPS, 2 * PREFILL_AND_STEPS) for n in ("llama", "gemma2", "gpt_oss")),
     ("t5_seq2seq", text("right"), STEPS, 2 + 4 * PREFILL_AND_STEPS),
     ("whisper", FRAMES, STEPS, 2 + 4 * PREFILL_AND_STEPS),
+    ("nllb_moe", text(), STEPS, 2 + 4 * PREFILL_AND_STEPS),
     *((n, text("left"), None, calls) for n, calls in (("minimax", 1), ("recurrent_gemma", 1))),
     *(("deepseek_v32", text(padding), steps, 2 + 2 * (steps or 0))
       for padding, steps in ((None, None), ("left", None), (None, STEPS))

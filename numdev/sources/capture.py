@@ -836,8 +836,9 @@ def _attention_by_mask(
     is_wider = kv_len < (kwargs.get("sliding_window") or kv_len + 1)
     is_bias_free = kwargs.get("position_bias") is None
     if mask is not None and mask.dtype == torch.bool and is_wider and is_bias_free:
-        is_causal = query.shape[2] == kv_len > 1
-        is_causal &= bool(torch.eq(mask, _causal_mask(query, key)).all())
+        is_causal = query.shape[2] == kv_len > 1 and bool(
+            torch.eq(mask, _causal_mask(query, key)).all()
+        )
         mask = None if is_causal or bool(mask.all()) else mask
     call = (module, query, key, value, mask)
     return _attention(*call, **{**kwargs, "is_causal": is_causal})
@@ -845,11 +846,12 @@ def _attention_by_mask(
 
 def _written_out_mask(**arguments: object) -> Tensor | None:
     """Returns the mask that transformers makes for SDPA, bool [batch, 1, q_len, kv_len],
-    also where SDPA could do without one. The arguments are those of its `sdpa_mask`."""
+    also where a flag for causality could stand for it, as for eager attention; None where
+    nothing is hidden, if that is allowed. The arguments are those of its `sdpa_mask`."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
 
-    never = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    return cast("Tensor | None", MASKS["sdpa"](**{**arguments, **never}))
+    whole = {**arguments, "allow_is_causal_skip": False}
+    return cast("Tensor | None", MASKS["sdpa"](**whole))
 
 
 # --- sparse attention: keys that the model chooses, by their numbers ------------------
