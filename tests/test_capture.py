@@ -265,6 +265,30 @@ def test_capturing_changes_nothing_and_leaves_nothing_behind(tmp_path: Path) -> 
     assert torch.equal(model(**passed).logits, before)
 
 
+class TwoModels(nn.Module):
+    """Two models of transformers in a module written by hand; the second one has a soft
+    cap, and does not support SDPA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = models.llama().model, models.gemma2().model
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        states = self.first(input_ids).last_hidden_state
+        out: Tensor = self.second(inputs_embeds=states).last_hidden_state
+        return out
+
+
+def test_every_model_of_transformers_in_a_module_is_met_and_left_as_it_was() -> None:
+    """The second one's attention was by hand to numdev, or stayed numdev's afterwards."""
+    model = TwoModels().eval()
+    configs = [part.config for part in (model.first, model.second)]
+    before = [config._attn_implementation for config in configs]
+    calls = cases_of(model, text())
+    assert [case.softcap for case in calls] == [None, None, 0.5, 0.5]
+    assert [config._attn_implementation for config in configs] == before
+
+
 def test_what_runs_while_a_call_is_handled_is_not_captured(tmp_path: Path) -> None:
     """`on_call` may call SDPA, or run another model, whose soft cap is applied all the
     same."""

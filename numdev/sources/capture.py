@@ -736,31 +736,38 @@ def attention_implementation(model_class: Any) -> str:
 
 @contextmanager
 def attention_override(model: nn.Module, implementation: str = NAME) -> Iterator[None]:
-    """Enters a context in which a model of transformers calls the attention function that
-    is registered as `implementation`, whatever it was loaded with; for NAME that is
-    BY_MASK in the parts that do not support SDPA. It has no effect on another model, and
-    on a class whose implementation cannot be set. Restored at the end."""
+    """Enters a context in which every model of transformers, `model` or a part of it,
+    calls the attention function that is registered as `implementation`, whatever it was
+    loaded with; for NAME that is BY_MASK in what does not support SDPA. It has no effect
+    on other models, and on a class whose implementation cannot be set. Restored at the
+    end."""
     parts: list[Any] = [
         m for m in model.modules() if hasattr(m, "_can_set_attn_implementation")
     ]
-    whole = next(iter(parts), None)
-    if whole is None or attention_implementation(type(whole)) not in (NAME, BY_MASK):
-        yield
-        return
-    configs = {name: getattr(whole.config, name) for name in whole.config.sub_configs}
-    configs = {
-        "": whole.config,
-        **{name: x for name, x in configs.items() if x is not None},
-    }
-    before = {name: config._attn_implementation for name, config in configs.items()}
+    inside, before = set[nn.Module](), dict[int, dict[str, object]]()
+    for number, whole in enumerate(parts):
+        if whole in inside:
+            continue
+        if attention_implementation(type(whole)) in (NAME, BY_MASK):
+            configs = {n: getattr(whole.config, n) for n in whole.config.sub_configs}
+            configs = {"": whole.config, **configs}
+            before[number] = {
+                name: config._attn_implementation
+                for name, config in configs.items()
+                if config is not None
+            }
+        inside.update(whole.modules())
     try:
-        whole.set_attn_implementation(implementation)
-        by_mask = (m for m in parts if attention_implementation(type(m)) == BY_MASK)
-        for part in by_mask if implementation == NAME else ():
-            part.set_attn_implementation(BY_MASK)
+        for whole in map(parts.__getitem__, before):
+            whole.set_attn_implementation(implementation)
+            inner = (m for m in whole.modules() if m in parts)
+            for part in inner if implementation == NAME else ():
+                if attention_implementation(type(part)) == BY_MASK:
+                    part.set_attn_implementation(BY_MASK)
         yield
     finally:
-        whole.set_attn_implementation(before)
+        for number, implementations in before.items():
+            parts[number].set_attn_implementation(implementations)
 
 
 def _attention(
