@@ -345,7 +345,8 @@ def test_a_finding_says_of_which_head_its_number_is() -> None:
 @pytest.mark.parametrize(("clauses", "least", "line", "details"), [
     ((), 0, "A.", ""), ((), 1, "A.", ""), (("b",), 2, "A: b.", ""), (("b", "c"), 0, "A: b; c.", ""),
     (("b", "c " * 20), 0, "A: b.", "c " * 20 + "."), (("b " * 20, "c"), 1, f"A: {'b ' * 20}.", "c."),
-    (("b " * 20,), 0, "A.", "b " * 20 + "."), (("b " * 20,), 3, f"A: {'b ' * 20}.", ""),
+    (("b.", "c."), 1, "A: b; c.", ""), (("b " * 20,), 0, "A.", "b " * 20 + "."),
+    (("b " * 20,), 3, f"A: {'b ' * 20}.", ""),
 ])  # fmt: skip
 def test_a_sentence_has_as_many_clauses_as_fit(
     clauses: tuple[str, ...], least: int, line: str, details: str

@@ -934,7 +934,8 @@ def first_clauses(
     """Returns a sentence of `name` and as many of the first clauses as make at most WORDS
     words, but at least `least` of them, and the others as a sentence of the details. Of
     fewer clauses than `least` all are in the line. `between`: what stands behind the
-    name; `more`: how the details begin."""
+    name; `more`: how the details begin. A full stop of PyTorch's behind a clause goes."""
+    clauses = [clause.removesuffix(".") for clause in clauses]
     for count in range(len(clauses), min(least, len(clauses)) - 1, -1):
         line = f"{name}{between if count else ''}{'; '.join(clauses[:count])}."
         if len(line.split()) <= WORDS:
