@@ -353,6 +353,30 @@ def test_results_in_8_bits_are_judged() -> None:
         assert words in result.in_short
 
 
+def test_the_largest_number_of_8_bits_is_finite() -> None:
+    """In float8_e4m3fn, which has no infinity, PyTorch says that 448 equals infinity."""
+
+    def quantised(x: Tensor, w: Tensor) -> Tensor:
+        return (x * w * w * w).to(torch.float8_e4m3fn)
+
+    def rounded_once(x: Tensor, w: Tensor) -> Tensor:
+        return (x.double() * w * w * w).to(torch.float8_e4m3fn)
+
+    def to_largest(seed: int) -> tuple[Tensor, Tensor]:
+        """Products up to 448, many of them near 432, above which a cast gives 448."""
+        generator = torch.Generator().manual_seed(seed)
+        w = torch.rand(128, 64, generator=generator) + 0.5
+        near = torch.rand(64, 64, generator=generator) * 20 + 420
+        products = torch.cat([torch.randn(64, 64, generator=generator) * 100, near])
+        return (products / w**3).bfloat16(), w.bfloat16()
+
+    result = check_beside(rounded_once, reference=quantised, inputs=to_largest)
+    plain, ours = (f(*to_largest(0)).double() for f in (quantised, rounded_once))
+    assert bool(((plain == 416) & (ours == 448)).any())
+    assert result.passed, str(result)
+    assert "overflow" not in str(result)
+
+
 def test_a_reference_or_inputs_that_end_the_program_are_no_verdict() -> None:
     """Exit code 0 would be a pass."""
 

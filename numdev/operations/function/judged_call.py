@@ -231,8 +231,9 @@ def _kinds(x: Tensor) -> Tensor:
     kinds = torch.zeros(x.shape, dtype=torch.int8, device=x.device)
     if not x.is_floating_point():
         return kinds
-    kinds = kinds.masked_fill(x == torch.inf, 1).masked_fill(x == -torch.inf, 2)
-    return kinds.masked_fill(x.isnan(), 3)
+    wide = x.double()  # float8_e4m3fn has no infinity: PyTorch compares with 448 there
+    kinds = kinds.masked_fill(wide == torch.inf, 1).masked_fill(wide == -torch.inf, 2)
+    return kinds.masked_fill(wide.isnan(), 3)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
