@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, TypedDict
@@ -452,17 +452,23 @@ def strided_as(x: Tensor, like: Tensor) -> Tensor:
     PyTorch alone keeps the order of the axes, but closes the gaps of a slice (q, k, v in
     one packed tensor). Where elements of `like` may share memory (an expanded mask), `x`
     is returned as it is."""
-    # Of the axes of smaller strides: what meets the next stride may overlap with it
-    reach = 0
-    for stride, size in sorted(zip(like.stride(), like.shape, strict=True)):
-        if size > 1:
-            if stride <= reach:
-                return x
-            reach += stride * (size - 1)
-    if x.stride() == like.stride():
+    if x.stride() == like.stride() or may_overlap(like.shape, like.stride()):
         return x
     empty = torch.empty_strided(like.shape, like.stride(), dtype=x.dtype, device=x.device)
     return empty.copy_(x)
+
+
+def may_overlap(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two elements of a tensor of this shape and these strides may share memory,
+    as those of an expanded axis (stride 0) do. Axes of one place do not count."""
+    # Of the axes of smaller strides: what meets the next stride may overlap with it
+    reach = 0
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
 
 
 def _problems(case: AttentionCase) -> Iterator[str]:

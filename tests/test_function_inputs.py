@@ -233,3 +233,53 @@ def test_what_is_returned_in_place_of_a_tensor_is_said() -> None:
         )
         text = " ".join(str(result).split())
         assert f"it is missing; what is returned: {words}" in text
+
+
+def read_in_order(x: Tensor, w: Tensor) -> Tensor:
+    """Code that takes w for contiguous: it reads its memory from the first number on."""
+    count = min(w.numel(), w.untyped_storage().nbytes() // w.itemsize)
+    memory = w.as_strided((count,), (1,), 0)
+    return x + memory.repeat(w.numel() // count + 1)[: w.numel()].view(w.shape)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "expanded rows": lambda w: w[:, :1].expand(16, 32),
+    "expanded in front": lambda w: w[:4, :].t()[None].expand(3, 32, 4),
+    "a slice": lambda w: w[:, 8:24],
+    "windows": lambda w: w.flatten().unfold(0, 16, 4),
+    "a bias of 0": lambda w: torch.zeros(16, 1).expand(16, 32),
+}
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("fmt", [None, "bfloat16"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_argument_has_the_strides_that_it_is_made_with(
+    layout: str, fmt: str | None, backward: bool
+) -> None:
+    strides = set()
+
+    def inputs(seed: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        w = LAYOUTS[layout](torch.randn(16, 32, generator=generator))
+        return torch.randn(w.shape, generator=generator), w
+
+    def sound(x: Tensor, w: Tensor) -> Tensor:
+        strides.add(w.stride())
+        return x.add(w)
+
+    def reference(x: Tensor, w: Tensor) -> Tensor:
+        return x + w
+
+    def checked(function: Callable[..., Tensor]) -> CheckResult:
+        return check_beside(
+            function,
+            reference=reference,
+            inputs=inputs,
+            formats=fmt or (),
+            backward=backward,
+        )
+
+    assert checked(sound).passed
+    assert strides == {inputs(0)[1].stride()}
+    assert checked(read_in_order).verdict == "FAIL"

@@ -438,3 +438,18 @@ def test_no_script_takes_a_cpu_for_a_gpu(tmp_path: Path) -> None:
     assert result.verdict == "FAIL"
     assert result.reproducer is None
     assert "No reproducer: the function's file asks for CUDA" in result.notes[-1]
+
+
+def test_a_script_expands_what_was_expanded(tmp_path: Path) -> None:
+    """A function that fails on an expanded argument alone fails in its script too."""
+
+    def expanded(seed: int) -> dict[str, Tensor]:
+        x = inputs(seed)
+        return {**x, "w": x["w"][:1].expand(256)}
+
+    result = checked("takes_w_for_contiguous", tmp_path, inputs=expanded)
+    assert result.verdict == "FAIL"
+    script = result.reproducer
+    assert script is not None
+    assert ran(script)[0] == 1
+    assert ran(script, instead="rms_norm")[0] == 0

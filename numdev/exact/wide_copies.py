@@ -82,7 +82,7 @@ def _copies_of_group(group: list[Tensor]) -> dict[int, Tensor]:
     `Wide` tensor."""
     values = [x.exact if isinstance(x, Wide) else x.detach() for x in group]
     begin = min(x.storage_offset() for x in values)
-    end = max(x.storage_offset() + _storage_extent(x) for x in values)
+    end = max(x.storage_offset() + storage_extent(x) for x in values)
     base = values[0].as_strided((end - begin,), (1,), begin)
     base = base.resolve_conj().resolve_neg()
     base = widened(base).clone() if is_floating(base) else base.clone()
@@ -98,7 +98,7 @@ def _copies_of_group(group: list[Tensor]) -> dict[int, Tensor]:
     return copies
 
 
-def _storage_extent(x: Tensor) -> int:
+def storage_extent(x: Tensor) -> int:
     """Returns how many elements of its storage lie from a tensor's first to its last one,
     gaps included; 0 for an empty tensor."""
     if not x.numel():

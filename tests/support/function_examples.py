@@ -218,3 +218,9 @@ def sound_twice(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def scaled_twice(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     normed = rms_norm(x, w)
     return normed, normed, scaled(x, w) + w
+
+
+def takes_w_for_contiguous(x: Tensor, w: Tensor) -> Tensor:
+    """Wrong where w is expanded: it reads numbers that are not there as 0."""
+    is_expanded = 0 in w.stride()
+    return rms_norm(x, torch.zeros_like(w) if is_expanded else w)

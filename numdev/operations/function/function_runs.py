@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from numdev.cases import strided_as
+from numdev.cases import may_overlap, strided_as
 from numdev.errors import MeasurementError, one_line
 from numdev.exact.result_dtypes import is_floating
 from numdev.metrics.bit_checksums import checksums, same
@@ -279,10 +279,15 @@ def _buffers(values: Values) -> tuple[str, ...]:
 
 
 def _child(name: str, x: Tensor) -> Tensor:
-    """Returns a copy of a tensor that requires a gradient, laid out alike where no two of
-    its elements share memory; code may write into the copy, and its gradient goes back to
-    the tensor. A tensor that requires none is returned as it is. `name` is not used."""
-    return strided_as(x.clone(), x) if x.requires_grad else x
+    """Returns a copy of a tensor that requires a gradient, laid out alike; code may write
+    into the copy, and its gradient goes back to the tensor. Where two of its elements may
+    share memory, into which PyTorch lets nobody write, it is a view in place of a copy. A
+    tensor that requires none is returned as it is. `name` is not used."""
+    if not x.requires_grad:
+        return x
+    if may_overlap(x.shape, x.stride()):
+        return x.view_as(x)
+    return strided_as(x.clone(), x)
 
 
 def private(function: Callable[..., object]) -> Callable[..., object]:

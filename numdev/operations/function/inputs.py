@@ -22,6 +22,7 @@ from numdev.operations.function.trees import (
     Arguments,
     Values,
     arguments_of,
+    changed_in_memory,
     without_numbers,
 )
 from numdev.seeding import seeded
@@ -196,8 +197,9 @@ def _seed_for(make: Callable[..., object], seed: int) -> dict[str, int]:
 
 
 def prepared(arguments: Arguments, fmt: Format | None, device: str) -> Arguments:
-    """Returns the arguments detached and on a device. Real floating-point tensors are
-    correctly rounded to `fmt` and stored in its dtype; None leaves them as they are.
+    """Returns the arguments detached and on a device, with the strides that they have.
+    Real floating-point tensors are correctly rounded to `fmt` and stored in its dtype;
+    None leaves them as they are.
     Integers and complex tensors only move. Raises UsageError where PyTorch has no dtype
     of the format and an argument would be rounded, and for a tensor without a number for
     each element."""
@@ -209,10 +211,13 @@ def prepared(arguments: Arguments, fmt: Format | None, device: str) -> Arguments
                 f"inputs: expected a number for each element of {name}, got a tensor "
                 f"that is {kind}"
             )
-        moved = x.detach()
-        if fmt is not None and moved.is_floating_point():
-            moved = round_to(moved.double(), fmt).to(dtype_of(fmt))
-        return moved.to(device)
+        return changed_in_memory(x.detach(), rounded)
+
+    def rounded(memory: Tensor) -> Tensor:
+        """Returns numbers on the device, rounded where they are to be."""
+        if fmt is not None and memory.is_floating_point():
+            memory = round_to(memory.double(), fmt).to(dtype_of(fmt))
+        return memory.to(device)
 
     return arguments.mapped(move)
 
@@ -231,16 +236,21 @@ def trivial_names(arguments: Arguments) -> list[str]:
 
 def redrawn(arguments: Arguments, names: Sequence[str], seed: int) -> Arguments:
     """Returns the arguments with every element of the tensors in `names`, real
-    floating-point ones, moved by a uniform number from -1/2 to 1/2, in the same dtype and
-    on the same device; the others as they are."""
+    floating-point ones, moved by a uniform number from -1/2 to 1/2, in the same dtype, on
+    the same device and with the same strides; elements that share memory move together.
+    The others are as they are."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(name: str, x: Tensor) -> Tensor:
         """Returns the moved tensor where it is one of `names`, else `x` itself."""
         if name not in names:
             return x
-        moved = x.double().cpu() + torch.rand(x.shape, generator=generator) - 0.5
-        return moved.to(x.dtype).to(x.device)
+        return changed_in_memory(x.detach(), move)
+
+    def move(memory: Tensor) -> Tensor:
+        """Returns numbers moved at random, in their dtype and on their device."""
+        drawn = torch.rand(memory.shape, generator=generator)
+        return (memory.double().cpu() + drawn - 0.5).to(memory.dtype).to(memory.device)
 
     return arguments.mapped(draw)
 

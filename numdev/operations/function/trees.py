@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
-from numdev.cases import strided_as
 from numdev.exact.result_dtypes import is_floating
-from numdev.exact.wide_copies import tensors_in
+from numdev.exact.wide_copies import storage_extent, tensors_in
 from numdev.exact.wide_tensors import Wide
 from numdev.tensor_properties import GRADIENT
 
@@ -83,7 +82,7 @@ class Arguments:
 
     def copied(self, *, gradients: bool) -> Arguments:
         """Returns arguments whose tensors are copies in memory of their own, apart from
-        autograd, with the same strides where no two elements of a tensor share memory.
+        autograd, with the same strides: elements that share memory do so in the copy.
         With `gradients` all floating-point ones, real or complex, require a gradient;
         without, none does. Other objects (a cache, a generator) are deep copies too,
         since a function may change them; one that cannot be copied is as it is."""
@@ -94,7 +93,7 @@ class Arguments:
                 # Detached by PyTorch it would load its distributed tensors, for seconds
                 copied: Tensor = Wide.of(x.exact.clone(), x.dtype)
             else:
-                copied = strided_as(x.detach().clone(), x)
+                copied = changed_in_memory(x.detach(), Tensor.clone)
             return copied.requires_grad_() if gradients and is_floating(x) else copied
 
         return self._mapped_with_objects(copy)
@@ -117,6 +116,17 @@ class Arguments:
 
         positional, named = tree_map(copied, self.tree)
         return Arguments(positional=positional, named=named, names=self.names)
+
+
+def changed_in_memory(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Returns a tensor with the strides of `x`, also where it is expanded or a slice,
+    whose elements are those of `change(memory)`. `memory` has one axis: all numbers from
+    the first to the last of x, those in gaps between them too. What `change` returns, a
+    copy of as many numbers, may be of another dtype or on another device. `x` must have
+    a number for each element, and be apart from autograd."""
+    memory = x.as_strided((storage_extent(x),), (1,), x.storage_offset())
+    changed = change(memory.resolve_conj().resolve_neg())
+    return changed.as_strided(x.shape, x.stride(), 0)
 
 
 def arguments_of(data: object, function: Callable[..., object]) -> Arguments:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from numdev.cases import may_overlap
 from numdev.errors import MeasurementError, NumdevError, UsageError, one_line
 from numdev.exact.result_dtypes import is_floating
 from numdev.gate.judgement import RUNS
@@ -456,8 +457,10 @@ def _facts_of_call(
 
 
 def _is_strided(x: Tensor) -> bool:
-    """Whether a tensor is not contiguous, and no stride is 0 (an expanded tensor)."""
-    return not x.is_contiguous() and 0 not in x.stride()
+    """Whether a tensor is not contiguous, and only places of one axis share memory (an
+    expanded tensor)."""
+    once = [1 if step == 0 else n for n, step in zip(x.shape, x.stride(), strict=True)]
+    return not x.is_contiguous() and not may_overlap(once, x.stride())
 
 
 def _spelled_call(arguments: Arguments, leaves: Mapping[str, Tensor]) -> str:
