@@ -492,3 +492,27 @@ def test_a_gradient_comes_back_into_an_output_whichever_others_have_one(
     options = {"reference": reference, "inputs": rows, "backward": True, "device": "cpu"}
     result = check_beside(lambda x: Fused.apply(x, factor), **options)
     assert result.passed == passes, str(result)
+
+
+@dataclasses.dataclass
+class Turned:
+    """What `mapping` returns, its fields in another order."""
+
+    b: Tensor
+    a: Tensor
+
+
+@pytest.mark.parametrize(("factor", "passes"), [(2.0, True), (2.02, False)])
+@pytest.mark.parametrize("kind", [dict, Turned])
+def test_a_gradient_comes_back_into_an_output_in_whatever_order(
+    kind: Callable[..., object], factor: float, passes: bool
+) -> None:
+    def reference(x: Tensor) -> dict[str, Tensor]:
+        return {"a": x * 2, "b": x.exp()}
+
+    def turned(x: Tensor) -> object:
+        return kind(b=x.exp(), a=x * factor)
+
+    options = {"reference": reference, "inputs": rows, "backward": True, "device": "cpu"}
+    result = check_beside(turned, **options)
+    assert result.passed == passes, str(result)

@@ -453,3 +453,16 @@ def test_a_script_expands_what_was_expanded(tmp_path: Path) -> None:
     assert script is not None
     assert ran(script)[0] == 1
     assert ran(script, instead="rms_norm")[0] == 0
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_script_finds_its_tensor_in_a_mapping_of_another_order(
+    backward: bool, tmp_path: Path
+) -> None:
+    options = {"reference": examples.sound_mapping, "inputs": examples.inputs}
+    result = checked("scaled_mapping", tmp_path, backward=backward, **options)
+    script = result.reproducer
+    assert script is not None
+    assert ran(script)[0] == 1
+    for sound in ("sound_mapping", "reversed_mapping"):
+        assert ran(script, instead=sound)[0] == 0

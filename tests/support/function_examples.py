@@ -224,3 +224,17 @@ def takes_w_for_contiguous(x: Tensor, w: Tensor) -> Tensor:
     """Wrong where w is expanded: it reads numbers that are not there as 0."""
     is_expanded = 0 in w.stride()
     return rms_norm(x, torch.zeros_like(w) if is_expanded else w)
+
+
+def sound_mapping(x: Tensor, w: Tensor) -> dict[str, Tensor]:
+    return {"normed": fused(x, w), "sum": x.float().sum(-1), "doubled": 2 * x}
+
+
+def scaled_mapping(x: Tensor, w: Tensor) -> dict[str, Tensor]:
+    """In another order, one of them too large."""
+    of = sound_mapping(x, w)
+    return {"sum": of["sum"], "normed": 1.1 * of["normed"], "doubled": of["doubled"]}
+
+
+def reversed_mapping(x: Tensor, w: Tensor) -> dict[str, Tensor]:
+    return dict(reversed(sound_mapping(x, w).items()))

@@ -132,8 +132,8 @@ class Cotangents:
     seed: int
 
     def of(self, i: int, output: Tensor) -> Tensor:
-        """Returns the gradient that comes back into the i-th floating-point output:
-        normal numbers of its shape, on its device, in float64 or complex128 (imaginary
+        """Returns the gradient that comes back into an output, a floating-point one, that
+        has number i (`cotangent_numbers`): normal numbers of its shape, on its device, in float64 or complex128 (imaginary
         part 0). They are rounded to float32 for an output of 32 bits or more, else to
         bfloat16, whose values every format has but those of 8 bits and float16. Numbers
         of few bits would add up in float32 without a rounding, or with the same one each
@@ -402,14 +402,22 @@ def _parameters(function: Callable[..., object]) -> Values:
     return {n.replace(OF_COMPILED, ""): x for n, x in function.named_parameters()}
 
 
+def cotangent_numbers(outputs: Values) -> dict[str, int]:
+    """Returns by the name of each floating-point output, in the order of `outputs`, the
+    number of the gradient that comes back into it. They are numbered by their names, so
+    that an output gets the same gradient where another one requires none, and where a
+    mapping has them in another order."""
+    names = [name for name, x in outputs.items() if is_floating(x)]
+    numbers = {name: i for i, name in enumerate(sorted(names))}
+    return {name: numbers[name] for name in names}
+
+
 def _gradients(outputs: Values, leaves: Values, cotangents: Cotangents) -> Values:
     """Returns the gradients by name (`x_grad`), of those leaves that an output depends
-    on; empty without leaves or outputs that require a gradient. An output's cotangent has
-    its number among all floating-point outputs, so that it is the same where another one
-    requires none. Raises what autograd raises: RuntimeError also for a leaf that requires
-    no gradient."""
-    floats = [x for x in outputs.values() if is_floating(x)]
-    numbered = [(i, x) for i, x in enumerate(floats) if x.requires_grad]
+    on; empty without leaves or outputs that require a gradient. Raises what autograd
+    raises: RuntimeError also for a leaf that requires no gradient."""
+    numbers = cotangent_numbers(outputs)
+    numbered = [(i, outputs[n]) for n, i in numbers.items() if outputs[n].requires_grad]
     if not numbered or not leaves:
         return {}
     back = [cotangents.of(i, x).to(x.dtype) for i, x in numbered]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
-from numdev.exact.evaluation import evaluate
+from numdev.exact.evaluation import Cotangent, evaluate
 from numdev.exact.rounded_results import Rounding, round_values, values_format
 from numdev.exact.wide_tensors import UNROUNDED, Wide, widened
 from numdev.operations.function.float32_error_model import Arithmetic
@@ -24,6 +24,7 @@ from numdev.operations.function.function_runs import (
     buffers_of,
     buffers_restored,
     called,
+    cotangent_numbers,
     private,
     run,
 )
@@ -295,7 +296,7 @@ class FunctionReference:
             *inputs.tree,
             rounding=rounding,
             seed=self.seed,
-            cotangent=cotangents.of if cotangents is not None else None,
+            cotangent=None if cotangents is None else self._back(cotangents),
             within=within,
         )
         spread = cast(_Spreaded, done.output)
@@ -313,6 +314,12 @@ class FunctionReference:
             if name in self.plain.gradients and gradient is not None:
                 values[name] = gradient
         return {name: as_real(widened(x)).detach() for name, x in values.items()}
+
+    def _back(self, cotangents: Cotangents) -> Cotangent:
+        """Returns a function of the place of a floating-point output among these, and of
+        the output: what comes back into it. Raises what the reference raises."""
+        numbers = list(cotangent_numbers(self.plain.outputs).values())
+        return lambda i, output: cotangents.of(numbers[i], output)
 
 
 def parameters_of_module(function: Callable[..., object]) -> Values:

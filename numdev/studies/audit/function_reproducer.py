@@ -22,11 +22,10 @@ from torch.utils._pytree import tree_leaves
 
 from numdev.cases import may_overlap
 from numdev.errors import MeasurementError, NumdevError, UsageError, one_line
-from numdev.exact.result_dtypes import is_floating
 from numdev.gate.judgement import RUNS
 from numdev.gate.rules import Rules
 from numdev.kernels import importable_path
-from numdev.operations.function.function_runs import FunctionRun
+from numdev.operations.function.function_runs import FunctionRun, cotangent_numbers
 from numdev.operations.function.judged_call import FunctionCall, Judge
 from numdev.operations.function.reference import FunctionReference
 from numdev.operations.function.trees import Arguments
@@ -405,7 +404,7 @@ def _facts_of_form(failing: FailingCall, tensor: str) -> dict[str, object]:
     names = list(like.outputs)
     facts: dict[str, object] = {}
     # A named tuple's have a dot, which a script does not spell
-    if list(ran.outputs) != names and "." not in "".join(names):
+    if ran.outputs.keys() != like.outputs.keys() and "." not in "".join(names):
         facts["expected_names"] = names
     facts["untouched"] = ran.wrongly_written(like)
     facts["unwritten"] = tensor in like.written and tensor not in ran.written
@@ -451,6 +450,8 @@ def _facts_of_call(
         "draws": len(call.draws),
         "seeds": [draw.seed for draw in call.draws],
         "names": list(leaves),
+        # A named tuple's have a dot, which a script does not spell
+        "in_order": outputs if len(outputs) > 1 and "." not in "".join(outputs) else [],
         "call": _spelled_call(first.arguments, leaves),
         "strides": {n: tuple(x.stride()) for n, x in leaves.items() if _is_strided(x)},
     }
@@ -503,8 +504,8 @@ def _cotangents(draw: FunctionReference) -> Iterator[Tensor]:
     """Yields the gradient that comes back into each floating-point output of a draw, in
     their order and dtypes; nothing without a backward pass."""
     if draw.cotangents is not None:
-        floats = filter(is_floating, draw.plain.outputs.values())
-        for i, output in enumerate(floats):
+        for name, i in cotangent_numbers(draw.plain.outputs).items():
+            output = draw.plain.outputs[name]
             yield draw.cotangents.of(i, output).to(output.dtype).contiguous()
 
 
