@@ -9,7 +9,9 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -436,3 +438,83 @@ def test_elements_where_the_reference_overflows_are_not_judged(right: bool) -> N
     assert (sentence in result.skipped) != right
     reason = "a share of only 0.5 of its elements is compared"
     assert (reason in " ".join(str(result).split())) != right
+
+
+class TwiceBack(torch.autograd.Function):
+    """x * w, with a gradient of w that is `factor` times what it should be."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, factor: float) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.factor = factor
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, back: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, w = ctx.saved_tensors
+        return back * w, (back * x).sum(0) * ctx.factor, None
+
+
+class Counting(nn.Module):
+    """Scales rows, and counts its calls."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__()
+        self.factor = factor
+        numbers = torch.randn(32, generator=torch.Generator().manual_seed(3))
+        self.w = nn.Parameter(numbers)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor, plus: float = 0.0) -> Tensor:
+        self.calls += 1
+        return TwiceBack.apply(x, self.w, self.factor) + plus
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self(x, 2.0)
+
+
+FUNCTIONS_OF_MODULES: dict[str, Callable[[nn.Module], Callable[..., object]]] = {
+    "itself": lambda module: module,
+    "its forward": lambda module: module.forward,
+    "another method": lambda module: module.encode,
+    "partly called": lambda module: partial(module, plus=1.0),
+    "a method, partly called": lambda module: partial(module.forward, plus=1.0),
+}
+
+
+@pytest.mark.parametrize("of", FUNCTIONS_OF_MODULES)
+def test_a_method_and_a_partial_have_the_state_of_their_module(of: str) -> None:
+    """Parameters have gradients, buffers begin alike, and the module itself is copied."""
+    function = FUNCTIONS_OF_MODULES[of]
+
+    def inputs(seed: int) -> tuple[Tensor]:
+        return (torch.randn(16, 32, generator=torch.Generator().manual_seed(seed)),)
+
+    modules = Counting(), Counting(2.0), Counting()
+    sound, wrong, reference = map(function, modules)
+    options = {"reference": reference, "inputs": inputs, "backward": True}
+    result = check_beside(sound, **options)
+    assert result.passed, str(result)
+    assert {row.tensor for row in result.report.rows} >= {"w_grad", "calls", "output"}
+    result = check_beside(wrong, **options)
+    assert result.verdict == "FAIL"
+    assert [int(module.calls) for module in modules] == [0, 0, 0]
+
+
+def test_gradients_of_parameters_out_of_reach_are_said_not_to_be_compared() -> None:
+    module = Counting()
+
+    def closed(x: Tensor) -> Tensor:
+        return x * module.w
+
+    def inputs(seed: int) -> tuple[Tensor]:
+        return (torch.randn(16, 32, generator=torch.Generator().manual_seed(seed)),)
+
+    for backward, words in (
+        (True, "Not compared: the gradients of tensors (1)"),
+        (False, ""),
+    ):
+        result = check_beside(closed, reference=closed, inputs=inputs, backward=backward)
+        assert result.passed
+        assert words in "".join(result.skipped)
+        assert ("gradients of tensors" in "".join(result.skipped)) == backward

@@ -11,6 +11,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +59,8 @@ class FunctionRun:
     # What was returned where that holds no tensor: `None`, `a value of type float`
     in_place_of_tensors: str | None = None
     beside_tensors: tuple[str, ...] = ()  # what else was returned: `output_1 (float)`
+    # How many tensors a gradient goes back to that are no inputs and no parameters
+    unnamed_leaves: int = 0
 
     @property
     def tensors(self) -> Values:
@@ -133,11 +136,11 @@ class Cotangents:
 
     def of(self, i: int, output: Tensor) -> Tensor:
         """Returns the gradient that comes back into an output, a floating-point one, that
-        has number i (`cotangent_numbers`): normal numbers of its shape, on its device, in float64 or complex128 (imaginary
-        part 0). They are rounded to float32 for an output of 32 bits or more, else to
-        bfloat16, whose values every format has but those of 8 bits and float16. Numbers
-        of few bits would add up in float32 without a rounding, or with the same one each
-        time."""
+        has number i (`cotangent_numbers`): normal numbers of its shape, on its device, in
+        float64 or complex128 (imaginary part 0). They are rounded to float32 for an
+        output of 32 bits or more, else to bfloat16, whose values every format has but
+        those of 8 bits and float16. Numbers of few bits would add up in float32 without a
+        rounding, or with the same one each time."""
         generator = torch.Generator().manual_seed(self.seed * 1000 + i)
         real = torch.float64
         drawn = torch.randn(output.shape, generator=generator, dtype=real)
@@ -185,10 +188,12 @@ def run(
         written = _written(arguments.leaves(), leaves, buffers, buffers_of(function))
         gradients: Values = {}
         through: tuple[str, ...] = ()
+        unnamed = 0
         why: str | None = None
         if cotangents is not None:
             through = _through(outputs)
             every = {**roots.leaves(), **_parameters(function)}
+            unnamed = _count_leaves(outputs, every)
             try:
                 gradients = _gradients(
                     outputs,
@@ -210,6 +215,7 @@ def run(
         state={name: _checksum(x) for name, x in buffers.items()},
         in_place_of_tensors=None if outputs else _kind_of(returned),
         beside_tensors=tuple(others_of(returned)),
+        unnamed_leaves=unnamed,
     )
     return dataclasses.replace(
         taken,
@@ -291,16 +297,27 @@ def _child(name: str, x: Tensor) -> Tensor:
 
 
 def private(function: Callable[..., object]) -> Callable[..., object]:
-    """Returns a module as a deep copy that a run may change; any other function as it is,
-    also a module's method. Raises MeasurementError for a module that cannot be copied, as
-    one that makes its parameters in its first call."""
-    if not isinstance(function, nn.Module):
+    """Returns a module, or a function of one (`module_of_function`), as a deep copy that
+    a run may change; any other function as it is. Raises MeasurementError for a module
+    that cannot be copied, as one that makes its parameters in its first call."""
+    module = module_of_function(function)
+    if module is None:
         return function
     try:
         return copy.deepcopy(function)
     except Exception as error:  # of foreign classes
-        what = f"{type(function).__name__} cannot be copied"
+        what = f"{type(module).__name__} cannot be copied"
         raise MeasurementError(f"{what}: {one_line(error)}") from error
+
+
+def module_of_function(function: Callable[..., object]) -> nn.Module | None:
+    """Returns the module that a function is, or whose method it is, such as `forward`,
+    also where some arguments are set already (`functools.partial`); None for any other
+    function."""
+    while isinstance(function, partial):
+        function = function.func
+    owner = getattr(function, "__self__", function)
+    return owner if isinstance(owner, nn.Module) else None
 
 
 def _written(
@@ -330,22 +347,24 @@ def _form(x: Tensor) -> tuple[torch.Size, torch.dtype]:
 
 
 def buffers_of(function: Callable[..., object]) -> Values:
-    """Returns a module's buffers by name, without the `_orig_mod.` of a compiled module,
-    and without those that have no number for each element in memory; empty for any other
-    function."""
-    if not isinstance(function, nn.Module):
+    """Returns the buffers of a function's module by name, without the `_orig_mod.` of a
+    compiled module, and without those that have no number for each element in memory;
+    empty for a function without a module."""
+    module = module_of_function(function)
+    if module is None:
         return {}
-    named = ((n.replace(OF_COMPILED, ""), x) for n, x in function.named_buffers())
+    named = ((n.replace(OF_COMPILED, ""), x) for n, x in module.named_buffers())
     return {name: x for name, x in named if without_numbers(x) is None}
 
 
 @contextlib.contextmanager
 def buffers_restored(function: Callable[..., object]) -> Iterator[None]:
-    """Returns a context at whose end a module's buffers hold what they do at the start,
-    in the tensors of the start. A buffer that has another shape or dtype by then stays:
-    it was not updated but replaced, as by weights that the first call packs. Does nothing
-    for any other function."""
-    modules = list(function.modules()) if isinstance(function, nn.Module) else []
+    """Returns a context at whose end the buffers of a function's module hold what they do
+    at the start, in the tensors of the start. A buffer that has another shape or dtype by
+    then stays: it was not updated but replaced, as by weights that the first call packs.
+    Does nothing for a function without a module."""
+    owner = module_of_function(function)
+    modules = [] if owner is None else list(owner.modules())
     # Not of `_buffers`, which is no dict in a scripted module
     every = [(m, name) for m in modules for name, _ in m.named_buffers(recurse=False)]
     places = [
@@ -395,11 +414,11 @@ def _through(outputs: Values) -> tuple[str, ...]:
 
 
 def _parameters(function: Callable[..., object]) -> Values:
-    """Returns a module's parameters by name, without the `_orig_mod.` of a compiled
-    module; empty for any other function."""
-    if not isinstance(function, nn.Module):
-        return {}
-    return {n.replace(OF_COMPILED, ""): x for n, x in function.named_parameters()}
+    """Returns the parameters of a function's module by name, without the `_orig_mod.` of
+    a compiled module; empty for a function without a module."""
+    module = module_of_function(function)
+    named = () if module is None else module.named_parameters()
+    return {n.replace(OF_COMPILED, ""): x for n, x in named}
 
 
 def cotangent_numbers(outputs: Values) -> dict[str, int]:
@@ -426,6 +445,25 @@ def _gradients(outputs: Values, leaves: Values, cotangents: Cotangents) -> Value
     )
     pairs = zip(leaves, gradients, strict=True)
     return {gradient_name(name): x for name, x in pairs if x is not None}
+
+
+def _count_leaves(outputs: Values, named: Values) -> int:
+    """Returns how many tensors that autograd computes gradients for, from these outputs,
+    are none of `named`: parameters that a function reads from elsewhere."""
+    ours = {id(x) for x in named.values()}
+    pending = [x.grad_fn for x in outputs.values()]
+    seen: set[object] = set()
+    leaves: set[int] = set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)  # of a node that ends the graph
+        if isinstance(variable, Tensor) and id(variable) not in ours:
+            leaves.add(id(variable))
+        pending += [following for following, _ in node.next_functions]
+    return len(leaves)
 
 
 def _alias(outputs: Values, leaves: Values) -> str | None:

@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from numdev.metrics.bit_checksums import same
+from numdev.operations.function.function_runs import module_of_function
 from numdev.operations.function.inputs import TRIVIAL, reordered
 from numdev.operations.function.judged_call import FunctionCall, distance, stacked
-from numdev.operations.function.reference import FunctionReference, module_of_function
+from numdev.operations.function.reference import FunctionReference
 from numdev.operations.function.substituted_numbers import (
     LARGEST_EPS,
     NumberInUse,
@@ -221,11 +222,11 @@ def _exact_with(
 def _with_parameter(
     function: Callable[..., object], name: str, other: Tensor
 ) -> Callable[..., object]:
-    """Returns a copy of a module, or the copy's `forward` where `function` is no module
-    itself, with `other` in the parameter or buffer `name`. `function`: a module or its
-    method."""
-    module = copy.deepcopy(module_of_function(function))
+    """Returns a copy of a function that is a module or of one, with `other` in the
+    parameter or buffer `name` of the module."""
+    copied = copy.deepcopy(function)
+    module = module_of_function(copied)
     assert module is not None
     with torch.no_grad():
         module.state_dict()[name].copy_(other)
-    return module if isinstance(function, nn.Module) else module.forward
+    return copied

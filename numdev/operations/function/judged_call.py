@@ -20,11 +20,10 @@ from numdev.exact.result_dtypes import is_floating
 from numdev.exact.rounded_results import values_format
 from numdev.exact.wide_tensors import UNROUNDED
 from numdev.formats import FORMATS, Format, round_to
-from numdev.operations.function.function_runs import FunctionRun
+from numdev.operations.function.function_runs import FunctionRun, module_of_function
 from numdev.operations.function.inputs import differ_in_values, shuffled
 from numdev.operations.function.reference import (
     FunctionReference,
-    module_of_function,
     moved_by_half_an_ulp,
 )
 from numdev.operations.function.shapes_and_dtypes import Form, short_name

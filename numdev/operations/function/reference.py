@@ -25,6 +25,7 @@ from numdev.operations.function.function_runs import (
     buffers_restored,
     called,
     cotangent_numbers,
+    module_of_function,
     private,
     run,
 )
@@ -66,6 +67,7 @@ class _Spread(nn.Module):
         self, function: Callable[..., object], *, writes: bool, state: Sequence[str]
     ) -> None:
         super().__init__()
+        self.module = module_of_function(function)  # whose parameters are copied so
         self.function, self.writes, self.state = function, writes, state
 
     def forward(
@@ -309,7 +311,7 @@ class FunctionReference:
         values |= {name: ran[name] for name in into} | spread.buffers
         for path, gradient in done.gradients.items():
             name = gradient_name(
-                by_path.get(path, path.removeprefix("function.").replace(OF_COMPILED, ""))
+                by_path.get(path, path.removeprefix("module.").replace(OF_COMPILED, ""))
             )
             if name in self.plain.gradients and gradient is not None:
                 values[name] = gradient
@@ -323,17 +325,10 @@ class FunctionReference:
 
 
 def parameters_of_module(function: Callable[..., object]) -> Values:
-    """Returns the parameters and persistent buffers by name of a module, or of the module
-    whose method, such as `forward`, a function is; empty for any other function."""
+    """Returns the parameters and persistent buffers of a function's module by name; empty
+    for a function without a module."""
     module = module_of_function(function)
     return {} if module is None else dict(module.state_dict())
-
-
-def module_of_function(function: Callable[..., object]) -> nn.Module | None:
-    """Returns the module that a function is, or whose method it is, such as `forward`;
-    None for any other function."""
-    owner = getattr(function, "__self__", function)
-    return owner if isinstance(owner, nn.Module) else None
 
 
 def _paths(arguments: Arguments) -> list[tuple[int, str, str]]:

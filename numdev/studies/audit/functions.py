@@ -918,10 +918,11 @@ def _in_float32(call: FunctionCall, fmt: Format) -> Iterator[str]:
 
 def _results_not_compared(call: FunctionCall) -> Iterator[str]:
     """Yields a sentence that names the buffers that the reference writes into and the
-    function has none of, or others, and one that names what the reference returns beside
-    tensors; nothing where there are none, or where the reference raises an exception."""
+    function has none of, or others, one that names what the reference returns beside
+    tensors, and one that counts other tensors that gradients go back to; nothing where
+    there are none, or where the reference raises an exception."""
     try:
-        others = call.draws[0].plain.beside_tensors
+        plain = call.draws[0].plain
     except Exception:  # its rows say why
         return
     if lacking := call.draws[0].lacking:
@@ -930,8 +931,14 @@ def _results_not_compared(call: FunctionCall) -> Iterator[str]:
             f"{', '.join(sorted(lacking))}, since the function is no module that begins "
             "with the same buffers."
         )
-    if others:
-        names = ", ".join(others)
+    if plain.unnamed_leaves:
+        yield (
+            f"{NOT_COMPARED}: the gradients of tensors ({plain.unnamed_leaves}) that are "
+            "neither arguments of the reference nor parameters of its module. Make them "
+            "arguments, or check the module itself."
+        )
+    if plain.beside_tensors:
+        names = ", ".join(plain.beside_tensors)
         yield f"{NOT_COMPARED}: what the reference returns beside tensors, {names}."
 
 
