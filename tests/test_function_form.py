@@ -516,3 +516,15 @@ def test_a_gradient_comes_back_into_an_output_in_whatever_order(
     options = {"reference": reference, "inputs": rows, "backward": True, "device": "cpu"}
     result = check_beside(turned, **options)
     assert result.passed == passes, str(result)
+
+
+def test_a_mistake_names_its_tensor_where_there_are_others() -> None:
+    def reference(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, x.exp()
+
+    def wrong(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, x.exp() * 1.1
+
+    result = check_beside(wrong, reference=reference, inputs=rows, device="cpu")
+    words = "is wrong in 2 of 2 results: it is 1.1 times what it should be (output_1)."
+    assert words in result.in_short

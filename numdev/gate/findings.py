@@ -534,7 +534,7 @@ def _finding_of_fault(fault: Fault, named: Places, others: int, every: Rows) -> 
     step = _common_imprecise_step(rows) if fault.cause is None else None
     fields = _test_fields(verdict, observed, named.words)
     fields |= _row_fields(rows)
-    fields["suspicion"] = next(iter(fault.causes), "")
+    fields["suspicion"] = next(iter(fault.causes), "") + _of_several_tensors(rows)
     metric = verdict.metric or ""
     if metric == "nonfinite":
         fields["unlike"] = _unlike_the_exact(rows, every)
@@ -564,6 +564,15 @@ def _finding_of_fault(fault: Fault, named: Places, others: int, every: Rows) -> 
         place=Place.of(rows[0]),
         cause=fault.cause or step,
     )
+
+
+def _of_several_tensors(rows: Rows) -> str:
+    """Returns in brackets the tensors of the rows of a function, ` (w_grad)`, where it has
+    others too: its mistakes are said of "it". Empty where it has none, and for attention,
+    whose mistakes name what they are of. `rows`: at least one."""
+    if rows[0].beside_reference is None or len(rows[0].tensors) < 2:
+        return ""
+    return f" ({joined_words(dict.fromkeys(row.tensor for row in rows))})"
 
 
 class _Count(NamedTuple):
