@@ -18,7 +18,8 @@ from numdev.report import Outcome
 from numdev.request_models import logprobs_request
 from numdev.studies.logprobs.causes import decide, share_on_grid
 from numdev.studies.logprobs.records import RecordedSequence, RecordedSettings
-from numdev.studies.logprobs.report import CauseRow, LogprobsReport, PairRow
+from numdev.studies.logprobs.report import CauseRow, LogprobsReport, PairRow, PlannedSide
+from numdev.studies.logprobs.side_settings import recipe_of, settings_remarks
 from numdev.studies.logprobs.statistics import dashboard, jackknife, pair_sums
 from numdev.studies.logprobs.study import logprobs
 from numdev.studies.logprobs.truth import ExactModel, Support, exact_values
@@ -565,3 +566,34 @@ def test_logits_in_16_bits_lie_on_a_grid() -> None:
     assert shares[0] < 0.05
     assert shares[1] > 0.7
     assert share_on_grid([]) is None
+
+
+@pytest.mark.parametrize(
+    "says", [{"dtype": "float8_e4m3fn"}, {"dtype": "tf32"}, {"head": "float8_e5m2"}]
+)
+def test_a_format_that_no_model_is_built_in_is_not_predicted(
+    says: dict[str, str],
+) -> None:
+    """PyTorch builds no model in 8 bits: what an engine says of itself is no error."""
+    settings = [RecordedSettings(**says)]
+    request = logprobs_request(["both.jsonl"], {"model": "demo"})
+    recipe = recipe_of(settings, request)
+    assert (recipe.format, recipe.head) == ("bfloat16", None)
+    of_side = PlannedSide(
+        name="rollout",
+        file="both.jsonl",
+        layout="numdev",
+        sequences=1,
+        format=recipe.format,
+        attention=recipe.attention,
+        support="temperature 1",
+    )
+    [remark] = settings_remarks([of_side], [settings])
+    [name] = says.values()
+    assert f"roundings to '{name}', which it says, are not predicted" in remark
+
+
+@pytest.mark.parametrize("option", ["format", "head"])
+def test_roundings_to_8_bits_are_refused(option: str) -> None:
+    with pytest.raises(UsageError, match=f"--{option}: expected one of float64, float32"):
+        run(sound()[0], **{option: "float8_e4m3fn"})

@@ -567,9 +567,9 @@ def _finding_of_fault(fault: Fault, named: Places, others: int, every: Rows) -> 
 
 
 def _of_several_tensors(rows: Rows) -> str:
-    """Returns in brackets the tensors of the rows of a function, ` (w_grad)`, where it has
-    others too: its mistakes are said of "it". Empty where it has none, and for attention,
-    whose mistakes name what they are of. `rows`: at least one."""
+    """Returns in brackets the tensors of the rows of a function, ` (w_grad)`, where it
+    has others too: its mistakes are said of "it". Empty where it has none, and for
+    attention, whose mistakes name what they are of. `rows`: at least one."""
     if rows[0].beside_reference is None or len(rows[0].tensors) < 2:
         return ""
     return f" ({joined_words(dict.fromkeys(row.tensor for row in rows))})"

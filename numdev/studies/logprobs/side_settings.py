@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from numdev.errors import UsageError
-from numdev.formats import FORMATS, format_named
+from numdev.formats import format_named
 from numdev.request_models import LogprobsRequest
 from numdev.studies.logprobs.records import RecordedSettings
 from numdev.studies.logprobs.report import PlannedSide
@@ -20,6 +20,9 @@ USUAL = (
     *(Support(top_k=k) for k in (10, 20, 40, 50, 100)),
     *(Support(min_p=p) for p in (0.01, 0.05, 0.1)),
 )
+# Formats that PyTorch builds a model in: no other one's roundings are predicted
+PREDICTED = ("float64", "float32", "bfloat16", "float16")
+PREDICTED_HEADS = (*PREDICTED, "tf32")  # a product alone may read its factors so
 LONGEST_NAME = 40  # characters of what a record says, in a sentence
 COLDEST = 1e-4  # a temperature below which servers take the likeliest token
 
@@ -80,13 +83,15 @@ def recipe_of(
     settings: Sequence[RecordedSettings], request: LogprobsRequest
 ) -> ProgramRecipe:
     """Returns how a side rounds: its format, and the head's, as all of its records say,
-    else as the request does. A format that is not in FORMATS counts as not said, such a
-    head as in the rest's. A head as narrow as the rest, though in another format, is
-    taken to be of the rest's."""
+    else as the request does. A format that is not in PREDICTED counts as not said, a head
+    that is not in PREDICTED_HEADS as in the rest's. A head as narrow as the rest, though
+    in another format, is taken to be of the rest's."""
     says = format_name(common(settings, "dtype"))
-    fmt = says if says in FORMATS else request.format
+    fmt = says if says in PREDICTED else request.format
     head = format_name(common(settings, "head") or request.head)
-    recipe = ProgramRecipe(fmt, request.attention, head if head in FORMATS else None)
+    recipe = ProgramRecipe(
+        fmt, request.attention, head if head in PREDICTED_HEADS else None
+    )
     differs = recipe.has_wider_head or recipe.has_narrower_head
     return recipe if differs else recipe._replace(head=None)
 
@@ -144,8 +149,10 @@ def settings_remarks(
                 f"{side.name}: its records are of {len(engines)} engines ({listed}), "
                 "and judged together."
             )
-        names = {x.dtype for x in of_side} | {x.head for x in of_side}
-        for name in sorted(x for x in names if x and format_name(x) not in FORMATS):
+        pairs = [(x.dtype, PREDICTED) for x in of_side]
+        pairs += [(x.head, PREDICTED_HEADS) for x in of_side]
+        names = {x for x, formats in pairs if x and format_name(x) not in formats}
+        for name in sorted(names):
             yield (
                 f"{side.name}: roundings to {name[:LONGEST_NAME]!r}, which it says, are "
                 "not predicted: "

@@ -49,6 +49,8 @@ from numdev.studies.logprobs.report import (
 )
 from numdev.studies.logprobs.routing_replay import NotReplayed, count_other
 from numdev.studies.logprobs.side_settings import (
+    PREDICTED,
+    PREDICTED_HEADS,
     common,
     recipe_of,
     settings_remarks,
@@ -128,8 +130,8 @@ def logprobs(
     if len(sides) == 1 and request.model is None:
         what = f"{sides[0].path}: has log-probabilities of one program alone"
         raise UsageError(what, hint="give the other one's file too, or --model")
-    check_format(request.format, "--format")
-    check_format(request.head or request.format, "--head")
+    check_format(request.format, "--format", PREDICTED)
+    check_format(request.head or request.format, "--head", PREDICTED_HEADS)
     study = LogprobsStudy(request, sides, joined, open_model)
     measured = list(study.measured_sides(progress))
     pairs = [pair_row(i, pair, study.clip) for i, pair in enumerate(study.pairs)]
@@ -239,11 +241,11 @@ def text_of_tokens(checkpoint: str | None) -> Callable[[int], str]:
     return lambda token: str(tokenizer.decode([token]))
 
 
-def check_format(name: str, option: str) -> None:
+def check_format(name: str, option: str, formats: Sequence[str]) -> None:
     """Raises UsageError, which says `option`, for a format whose roundings cannot be
-    predicted: a name that is not in FORMATS, be it another name of one."""
-    if name not in FORMATS:
-        raise UsageError(f"{option}: expected one of {', '.join(FORMATS)}, got {name!r}")
+    predicted: a name that is not in `formats`, be it another name of one."""
+    if name not in formats:
+        raise UsageError(f"{option}: expected one of {', '.join(formats)}, got {name!r}")
 
 
 def with_text(
