@@ -528,3 +528,29 @@ def test_a_mistake_names_its_tensor_where_there_are_others() -> None:
     result = check_beside(wrong, reference=reference, inputs=rows, device="cpu")
     words = "is wrong in 2 of 2 results: it is 1.1 times what it should be (output_1)."
     assert words in result.in_short
+
+
+class InOrder(torch.autograd.Function):
+    """x * 3, backward by code that reads memory from a tensor's first number on."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x * 3.0
+
+    @staticmethod
+    def backward(ctx: object, back: Tensor) -> Tensor:
+        memory = torch.empty_strided(back.shape, back.new_empty(back.shape).stride())
+        return memory.copy_(back.as_strided(memory.shape, memory.stride())) * 3.0
+
+
+def test_what_comes_back_need_not_be_contiguous() -> None:
+    result = check_beside(
+        InOrder.apply,
+        reference=lambda x: x * 3.0,
+        inputs=rows,
+        backward=True,
+        device="cpu",
+    )
+    assert result.verdict == "FAIL"
+    failing = {f.place.case for f in result.report.findings if f.place is not None}
+    assert failing == {"seed 0 again"}

@@ -431,15 +431,26 @@ def cotangent_numbers(outputs: Values) -> dict[str, int]:
     return {name: numbers[name] for name in names}
 
 
+def _with_gaps(x: Tensor) -> Tensor:
+    """Returns the same numbers in memory of their own where 0 stands behind each, so that
+    the tensor is not contiguous, unless it has a single number."""
+    gaps = torch.zeros((*x.shape, 2), dtype=x.dtype, device=x.device)
+    return gaps[..., 0].copy_(x)
+
+
 def _gradients(outputs: Values, leaves: Values, cotangents: Cotangents) -> Values:
     """Returns the gradients by name (`x_grad`), of those leaves that an output depends
-    on; empty without leaves or outputs that require a gradient. Raises what autograd
-    raises: RuntimeError also for a leaf that requires no gradient."""
+    on; empty without leaves or outputs that require a gradient. What comes back into an
+    output is contiguous for an even seed, and not for an odd one, as each first and
+    second call are: autograd promises no layout. Raises what autograd raises:
+    RuntimeError also for a leaf that requires no gradient."""
     numbers = cotangent_numbers(outputs)
     numbered = [(i, outputs[n]) for n, i in numbers.items() if outputs[n].requires_grad]
     if not numbered or not leaves:
         return {}
     back = [cotangents.of(i, x).to(x.dtype) for i, x in numbered]
+    if cotangents.seed % 2:
+        back = [_with_gaps(x) for x in back]
     gradients = torch.autograd.grad(
         [x for _, x in numbered], list(leaves.values()), back, allow_unused=True
     )
