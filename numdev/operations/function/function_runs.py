@@ -195,11 +195,7 @@ def run(
             every = {**roots.leaves(), **_parameters(function)}
             unnamed = _count_leaves(outputs, every)
             try:
-                gradients = _gradients(
-                    outputs,
-                    {n: x for n, x in every.items() if x.requires_grad},
-                    cotangents,
-                )
+                gradients = _gradients(outputs, every, cotangents)
             except Exception as error:
                 if not written:
                     raise
@@ -439,11 +435,12 @@ def _with_gaps(x: Tensor) -> Tensor:
 
 
 def _gradients(outputs: Values, leaves: Values, cotangents: Cotangents) -> Values:
-    """Returns the gradients by name (`x_grad`), of those leaves that an output depends
-    on; empty without leaves or outputs that require a gradient. What comes back into an
-    output is contiguous for an even seed, and not for an odd one, as each first and
-    second call are: autograd promises no layout. Raises what autograd raises:
-    RuntimeError also for a leaf that requires no gradient."""
+    """Returns the gradients by name (`x_grad`), of those leaves that require one and that
+    an output depends on; empty without leaves or outputs that require one. What comes
+    back into an output is contiguous for an even seed and not for an odd one: of the two
+    calls of a seed one has each, since autograd promises no layout. Raises what autograd
+    raises."""
+    leaves = {name: x for name, x in leaves.items() if x.requires_grad}
     numbers = cotangent_numbers(outputs)
     numbered = [(i, outputs[n]) for n, i in numbers.items() if outputs[n].requires_grad]
     if not numbered or not leaves:

@@ -443,6 +443,8 @@ def _facts_of_call(
         "index": index,
         "gradient": tensor.removesuffix(GRADIENT) if tensor and is_gradient else None,
         "is_of_module": is_of_module,
+        # A named tuple's have a dot, which a script does not spell
+        "in_order": outputs if len(outputs) > 1 and "." not in "".join(outputs) else [],
     }
     return {
         **looked_at,
@@ -450,8 +452,6 @@ def _facts_of_call(
         "draws": len(call.draws),
         "seeds": [draw.seed for draw in call.draws],
         "names": list(leaves),
-        # A named tuple's have a dot, which a script does not spell
-        "in_order": outputs if len(outputs) > 1 and "." not in "".join(outputs) else [],
         "call": _spelled_call(first.arguments, leaves),
         "strides": {n: tuple(x.stride()) for n, x in leaves.items() if _is_strided(x)},
     }

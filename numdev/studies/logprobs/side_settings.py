@@ -149,9 +149,9 @@ def settings_remarks(
                 f"{side.name}: its records are of {len(engines)} engines ({listed}), "
                 "and judged together."
             )
-        pairs = [(x.dtype, PREDICTED) for x in of_side]
-        pairs += [(x.head, PREDICTED_HEADS) for x in of_side]
-        names = {x for x, formats in pairs if x and format_name(x) not in formats}
+        formats, heads = {x.dtype for x in of_side}, {x.head for x in of_side}
+        names = {x for x in formats if x and format_name(x) not in PREDICTED}
+        names |= {x for x in heads if x and format_name(x) not in PREDICTED_HEADS}
         for name in sorted(names):
             yield (
                 f"{side.name}: roundings to {name[:LONGEST_NAME]!r}, which it says, are "
