@@ -440,6 +440,7 @@ def test_no_script_takes_a_cpu_for_a_gpu(tmp_path: Path) -> None:
     assert "No reproducer: the function's file asks for CUDA" in result.notes[-1]
 
 
+@pytest.mark.slow
 def test_a_script_expands_what_was_expanded(tmp_path: Path) -> None:
     """A function that fails on an expanded argument alone fails in its script too."""
 
@@ -455,6 +456,7 @@ def test_a_script_expands_what_was_expanded(tmp_path: Path) -> None:
     assert ran(script, instead="rms_norm")[0] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_script_finds_its_tensor_in_a_mapping_of_another_order(
     backward: bool, tmp_path: Path

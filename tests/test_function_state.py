@@ -482,7 +482,11 @@ FUNCTIONS_OF_MODULES: dict[str, Callable[[nn.Module], Callable[..., object]]] = 
 }
 
 
-@pytest.mark.parametrize("of", FUNCTIONS_OF_MODULES)
+@pytest.mark.parametrize("of", [
+    *("its forward", "partly called"),
+    *(pytest.param(name, marks=pytest.mark.slow)
+      for name in ("itself", "another method", "a method, partly called")),
+])  # fmt: skip
 def test_a_method_and_a_partial_have_the_state_of_their_module(of: str) -> None:
     """Parameters have gradients, buffers begin alike, and the module itself is copied."""
     function = FUNCTIONS_OF_MODULES[of]

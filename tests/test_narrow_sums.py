@@ -117,6 +117,7 @@ def test_the_default_rules_catch_it(report: AuditReport) -> None:
     judge_report(report)
 
 
+@pytest.mark.slow
 def test_a_check_writes_a_script_that_shows_it(tmp_path: Path) -> None:
     """On a smaller call, and not for a sound function in its place."""
     function = CATALOGUE["narrow-dq-128"].function
