@@ -49,6 +49,10 @@ OnCall = Callable[[AttentionCase], Tensor | None]
 # Under which numdev's functions are registered with transformers: as models call SDPA;
 # and for models that do not support SDPA, with every mask written out
 NAME, BY_MASK = "numdev", "numdev-by-mask"
+UNSEEN_HINT = (
+    "numdev sees calls of scaled_dot_product_attention and transformers' interface; "
+    "`numdev effects` checks such a model as a whole, where fp64 can compute it"
+)
 HINT = "does it take as many tokens as --length, and these --inputs?"
 
 # What models pass to their attention function and no SDPA call depends on.
@@ -407,13 +411,7 @@ class Watch:
         if missed or not self.calls:
             what = f"attention ran but was not seen in {some(missed)}"
             what = what if missed else "the model made no attention call"
-            hint = (
-                "numdev sees calls of scaled_dot_product_attention and "
-                "transformers' interface"
-            )
-            raise Unseen(
-                what, hint=f"{hint}; `numdev effects` checks such a model as a whole"
-            )
+            raise Unseen(what, hint=UNSEEN_HINT)
 
     def note_softmax(self) -> None:
         """Notes that a softmax is computed: if the innermost running module that attends
