@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 from loaded import ROOT
 
 SCRIPT = """
@@ -76,6 +77,7 @@ def printed(seed: int) -> object:
     return json.loads(text.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_no_order_of_a_set_reaches_what_is_reported() -> None:
     """Reasons why numbers are null, the first option that is refused, the first
     contradiction of a report, the name of a problem's module."""

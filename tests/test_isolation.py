@@ -195,6 +195,7 @@ def test_a_worker_that_died_between_runs_is_replaced(
             assert same(at_home, ran(isolated, "baseline", case, {}))
 
 
+@pytest.mark.slow
 def test_a_run_begun_ahead_ends_with_its_limit_and_with_the_block(
     case: AttentionCase, tmp_path: Path
 ) -> None:

@@ -403,6 +403,7 @@ def test_a_quantised_cache_is_named() -> None:
     assert 0.8 < left < 1.25
 
 
+@pytest.mark.slow
 def test_a_narrow_head_is_named() -> None:
     """A program in float32 whose head is in bfloat16, by its slope; one in bfloat16 that
     says float32 of its head is at its prediction, and nothing is named."""
